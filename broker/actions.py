@@ -1,0 +1,101 @@
+"""Imperatives that the core returns and the shell carries out, in the order given.
+
+The order is part of the contract: an outcome is published before the credit that tells its producer,
+and a batch is sent after the outcomes that the same event caused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headrace.protocol.messages import Batch, Credit, ModelSpec, Outcome, Reject, Value
+
+
+@dataclass(frozen=True, slots=True)
+class SendBatch:
+    peer: bytes
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class CancelBatch:
+    peer: bytes
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishOutcome:
+    """Publish it. It is already in the retention ring. Consecutive outcomes of one stream may be
+    bundled by the shell."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class GrantCredit:
+    peer: bytes
+    credit: Credit
+
+
+@dataclass(frozen=True, slots=True)
+class SendReject:
+    peer: bytes
+    reject: Reject
+
+
+@dataclass(frozen=True, slots=True)
+class WelcomeProducer:
+    """Answer a Hello; the shell fills in endpoints and limits."""
+
+    peer: bytes
+    credits: int
+    models: tuple[ModelSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetUpWorker:
+    """Answer a WorkerHello; the shell fills in endpoints and limits."""
+
+    peer: bytes
+    models: tuple[ModelSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefusePeer:
+    """Tell the peer that it is not dealt with (id in use, unknown peer, bad READY ...)."""
+
+    peer: bytes
+    code: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendHeartbeat:
+    """To a worker or a producer. A send that finds the connection gone comes back as PeerUnreachable."""
+
+    peer: bytes
+    is_worker: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A change of state that people want to see: the shell logs and counts it. ``name`` is fixed
+    lowercase words ("worker lost", "stream stale"), ``values`` carry units in their names."""
+
+    name: str
+    values: dict[str, Value]
+
+
+Action: TypeAlias = (
+    SendBatch
+    | CancelBatch
+    | PublishOutcome
+    | GrantCredit
+    | SendReject
+    | WelcomeProducer
+    | SetUpWorker
+    | RefusePeer
+    | SendHeartbeat
+    | Report
+)

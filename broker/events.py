@@ -1,0 +1,120 @@
+"""Past facts that the shell hands to the core, one frozen dataclass each.
+
+``peer`` is the ZeroMQ routing id of a connection: a new connection is a new peer. ``None`` as the
+peer of a frame means the intake (PULL) socket, which can't be answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headrace.protocol.messages import BadFrame, Done, Failed, Frame, Hello, Ready, WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    """One frame (or the readable remains of a bad one). A bundle is one event per frame."""
+
+    peer: bytes | None
+    frame: Frame | BadFrame
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerArrived:
+    peer: bytes
+    hello: Hello
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerLeft:
+    """It said goodbye."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerHeard:
+    """Any message from a peer that is not an event of its own (heartbeat, control request)."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerUnreachable:
+    """A send found the peer's connection gone: nothing sent to it since will arrive."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMisbehaved:
+    """A peer sent a message that can't be read at all; it was told so. Counted by code."""
+
+    peer: bytes | None
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArrived:
+    peer: bytes
+    hello: WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    peer: bytes
+    ready: Ready
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeft:
+    """It said goodbye: no new batches; what is in flight may still be done. When nothing is left in
+    flight the worker is forgotten."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDone:
+    peer: bytes
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFailed:
+    peer: bytes
+    failed: Failed
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Admit nothing more; finish what was admitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraceEnded:
+    """The drain's time is over: every unfinished frame becomes `error shutdown`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: a wake-up asked for with next_wakeup_ns(), or just another turn."""
+
+
+Event: TypeAlias = (
+    FrameArrived
+    | ProducerArrived
+    | ProducerLeft
+    | PeerHeard
+    | PeerUnreachable
+    | PeerMisbehaved
+    | WorkerArrived
+    | WorkerReady
+    | WorkerLeft
+    | BatchDone
+    | BatchFailed
+    | DrainRequested
+    | GraceEnded
+    | Tick
+)

@@ -1,0 +1,64 @@
+"""The core's settings as plain frozen dataclasses; ``headrace.config`` makes them from TOML.
+
+Every bound of the core has its name here. Defaults are the defaults of the configuration file and the
+reasons stand there. All ``_ms`` values are turned into nanoseconds once, when the core is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from headrace.protocol.messages import Limits, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ClassPolicy:
+    """How one size class queues and batches (Triton's words where Triton has one).
+
+    ``policy`` is "adaptive" (a batch grows until a worker is idle) or "window" (full, or the oldest
+    frame has waited ``max_queue_delay_ms``). ``max_queue_size`` frames may wait in the class, all
+    priorities together; 0 means the class has no bound of its own (the byte budget still holds).
+    """
+
+    policy: str = "adaptive"
+    max_queue_delay_ms: float = 0.0
+    max_queue_size: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """One model: what it is, and per size class (by name; "" for any other) how it is served."""
+
+    spec: ModelSpec
+    policies: dict[str, ClassPolicy] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSettings:
+    models: tuple[ModelSettings, ...]
+    default_model: str = ""  # "" = the first one
+    limits: Limits = Limits()
+
+    # Admission.
+    default_timeout_ms: int | None = None  # deadline of a frame that brings no ttl_ms
+    max_bytes: int = 512 * 1024 * 1024  # payload bytes of all unfinished frames
+    max_streams: int = 10_000
+    max_producers: int = 1_000
+    max_workers: int = 1_024
+    credits_per_producer: int = 64
+    max_queued_per_stream: int = 256  # waiting frames of one stream in one size class
+    duplicate_window: int = 4_096  # finished seqs remembered per stream, to recognise frames sent again
+    stream_idle_ms: int = 600_000  # a stream with nothing unfinished is forgotten after this
+
+    # Ageing (see queues.py for the bound these two state).
+    ageing_ms: int = 1_000
+    ageing_share: float = 0.25
+
+    # Workers.
+    heartbeat_ms: int = 1_000
+    heartbeats_missed: int = 3
+    max_attempts: int = 2  # workers one frame may be lost with
+
+    # Outcomes.
+    retention_frames: int = 1_024  # outcomes kept per stream for replay
+    retention_bytes: int = 256 * 1024 * 1024  # all streams together

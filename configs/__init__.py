@@ -1,0 +1,6 @@
+"""headrace.configs: see docs/architecture.md."""
+
+# The folder stands at the top of the repository but is imported under the headrace root only: a bare
+# `import configs` would make a second copy of every class in it.
+if __name__ != "headrace.configs":
+    raise ImportError(f"import this package as headrace.configs, not as {__name__}")

@@ -1,0 +1,1 @@
+"""Wire version 1: messages, their codec and their limits. Pure: no sockets, no clock."""

@@ -1,0 +1,113 @@
+"""The Engine seam: what a worker asks of whatever runs its models.
+
+An engine is owned by one thread, the device thread: every method is called from it alone, except
+``collect``, which the completion thread calls. Engines: ``cpu`` (ONNX Runtime), ``emulated`` (a latency
+model that sleeps), and later ``cuda``; one contract suite (tests/unit/workers/test_engine_contract.py)
+holds for all of them.
+
+Theory of operation: ``load`` -> ``profile`` (warms up and measures every bucket) -> any number of
+``submit``/``collect`` pairs, first in first out -> ``close``. The staging buffer of a batch belongs to the
+engine from ``submit`` until its ``collect`` returns, so that a device may read it without a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from headrace.protocol.messages import ModelProfile, ModelSpec
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class ModelKey:
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class InputBuffer:
+    """One staged model input: ``array`` is [bucket, ...] and C-contiguous; rows from ``count`` on are padding."""
+
+    name: str
+    array: NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class StagedBatch:
+    """A batch that stands in its staging buffers. ``count`` real rows, ``bucket`` >= count rows in all."""
+
+    batch: int
+    model: ModelKey
+    size_class: str
+    count: int
+    bucket: int
+    inputs: tuple[InputBuffer, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOutputs:
+    """Outputs of one batch: name -> array whose first axis is ``count`` (padding rows already cut off).
+    ``error`` is set, and ``outputs`` empty, when the run failed; ``is_fatal`` means the device itself can't
+    be trusted any more and the worker must exit without publishing."""
+
+    batch: int
+    outputs: dict[str, NDArray[np.generic]]
+    ran_ns: int
+    error: str = ""
+    is_fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputPlan:
+    """How one model input is to be staged: ``array`` rows have ``shape`` and ``dtype`` (native order).
+
+    ``is_image`` marks the input that frames are placed into: shape (height, width, channels) uint8.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    is_image: bool
+
+
+class Engine(Protocol):
+    """See the module. Errors: ModelError for a model that can't be served, DeviceError for the device."""
+
+    name: str
+    device: str
+
+    def load(self, spec: ModelSpec, files: dict[str, str]) -> None:
+        """Load one model. ``files`` maps ModelFile.path to a verified local path.
+
+        Raises ModelError naming what was found and what is supported."""
+        ...
+
+    def profile(self, model: ModelKey) -> ModelProfile:
+        """Self-test and warm the model, measure every bucket of every size class.
+
+        Self-tests: two different inputs give two different outputs; the rows of a batch equal single
+        runs. Raises ModelError when one fails."""
+        ...
+
+    def plan(self, model: ModelKey, size_class: str) -> tuple[InputPlan, ...]:
+        """Return how each input of one row is staged for a size class."""
+        ...
+
+    def bucket_for(self, model: ModelKey, size_class: str, count: int) -> int:
+        """Return the smallest bucket that holds ``count`` rows."""
+        ...
+
+    def submit(self, batch: StagedBatch) -> None:
+        """Start running a staged batch; returns before or after it is done, as the device has it."""
+        ...
+
+    def collect(self) -> BatchOutputs:
+        """Return the oldest submitted batch that was not collected yet, waiting for it."""
+        ...
+
+    def close(self) -> None:
+        """Release the device. Idempotent."""
+        ...
