@@ -14,12 +14,16 @@ from headrace.protocol.messages import Batch, Credit, ModelSpec, Outcome, Reject
 
 @dataclass(frozen=True, slots=True)
 class SendBatch:
+    """Dispatch a batch to a worker."""
+
     peer: bytes
     batch: Batch
 
 
 @dataclass(frozen=True, slots=True)
 class CancelBatch:
+    """Tell a worker that a batch is no longer wanted."""
+
     peer: bytes
     batch: int
 
@@ -34,12 +38,16 @@ class PublishOutcome:
 
 @dataclass(frozen=True, slots=True)
 class GrantCredit:
+    """Tell a producer which of its frames are finished."""
+
     peer: bytes
     credit: Credit
 
 
 @dataclass(frozen=True, slots=True)
 class SendReject:
+    """Tell a sender that its frame was not admitted."""
+
     peer: bytes
     reject: Reject
 

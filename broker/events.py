@@ -22,6 +22,8 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class ProducerArrived:
+    """A producer said Hello."""
+
     peer: bytes
     hello: Hello
 
@@ -57,12 +59,16 @@ class PeerMisbehaved:
 
 @dataclass(frozen=True, slots=True)
 class WorkerArrived:
+    """A worker asks for its set-up."""
+
     peer: bytes
     hello: WorkerHello
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
+    """A worker has loaded and tested its models and grants slots."""
+
     peer: bytes
     ready: Ready
 
@@ -77,12 +83,16 @@ class WorkerLeft:
 
 @dataclass(frozen=True, slots=True)
 class BatchDone:
+    """A worker finished a batch."""
+
     peer: bytes
     done: Done
 
 
 @dataclass(frozen=True, slots=True)
 class BatchFailed:
+    """A worker could not run a batch as a whole."""
+
     peer: bytes
     failed: Failed
 

@@ -40,8 +40,8 @@ class FrameRecord:
     batched_ns: int | None = None
     # The queue's own: written by queues.ClassQueue alone.
     order: tuple[int, int, int] = (0, 0, 0)
+    waits_from_ns: int = 0
     is_queued: bool = False
-    is_aged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,11 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class CoreSettings:
+    """Everything the core needs to know before its first event."""
+
     models: tuple[ModelSettings, ...]
     default_model: str = ""  # "" = the first one
-    limits: Limits = Limits()
+    limits: Limits = field(default_factory=Limits)
 
     # Admission.
     default_timeout_ms: int | None = None  # deadline of a frame that brings no ttl_ms

@@ -16,20 +16,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headrace.protocol.messages import ModelProfile, ModelSpec
-from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
 class ModelKey:
+    """What a model is called in an engine."""
+
     name: str
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class InputBuffer:
-    """One staged model input: ``array`` is [bucket, ...] and C-contiguous; rows from ``count`` on are padding."""
+    """One staged model input: ``array`` is [bucket, ...], C-contiguous; rows past ``count`` are padding."""
 
     name: str
     array: NDArray[np.generic]

@@ -18,22 +18,28 @@ PROTOCOL_VERSION = 1
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 
 #: What msgpack can hold; ``meta`` and non-tensor outputs are made of it.
-Value: TypeAlias = "None | bool | int | float | str | bytes | list[Value] | dict[str, Value]"
+Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
 
 
 class Encoding(StrEnum):
+    """What the payload is: a tensor's bytes, or an image file's."""
+
     RAW = "raw"
     JPEG = "jpeg"
     PNG = "png"
 
 
 class Color(StrEnum):
+    """Order of an image's channels."""
+
     RGB = "rgb"
     BGR = "bgr"
     GRAY = "gray"
 
 
 class Keep(StrEnum):
+    """``latest`` frames still waiting are superseded by the next one of their stream."""
+
     ALL = "all"
     LATEST = "latest"
 

@@ -1,0 +1,34 @@
+# The same commands by hand and in CI. PYTHON is the interpreter of an environment with the `test` extra.
+PYTHON ?= .venv/bin/python
+TYPECHECK := build/typecheck
+SEEDS ?= 50
+
+.PHONY: check lint types test demo bench docs clean
+
+check: lint types
+
+lint:
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+# Folders stand at the top but are imported under headrace: mypy sees them through a tree of links.
+types:
+	rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/headrace
+	ln -s $(CURDIR)/headrace/* $(TYPECHECK)/headrace/
+	for package in broker workers clients configs; do ln -s $(CURDIR)/$$package $(TYPECHECK)/headrace/$$package; done
+	cd $(TYPECHECK) && MYPYPATH=. $(abspath $(PYTHON)) -m mypy --config-file $(CURDIR)/pyproject.toml --strict -p headrace
+
+test:
+	$(PYTHON) -P -m pytest
+
+demo:
+	$(PYTHON) -P -m headrace demo
+
+bench:
+	$(PYTHON) -m benchmarks scale
+
+docs:
+	$(PYTHON) -P -m headrace.config_docs docs/configuration.md
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
