@@ -67,6 +67,7 @@ class Code(StrEnum):
     RESULT_COUNT = "result_count"
     NON_FINITE = "non_finite"
     WORKER_LOST = "worker_lost"
+    CANCELLED = "cancelled"  # a batch the worker had not started when Cancel came: its slot is free
     POISON_FRAME = "poison_frame"
     DEADLINE = "deadline"
     NEWER_FRAME = "newer_frame"
