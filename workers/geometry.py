@@ -83,7 +83,7 @@ def place(shape: tuple[int, ...], size_class: SizeClassSpec, oversize: Oversize)
     """Return how a frame of ``shape`` (height, width[, channels]) sits in ``size_class``.
 
     A frame that the class contains follows the class's ``fit``. One that sticks out of it on either axis
-    is letterboxed, scaled down and centred, when ``oversize`` allows.
+    is letterboxed, scaled down and centred, when ``oversize`` allows; an ``exact`` class never scales.
     Raises InvalidFrameError: ``oversize`` for one that sticks out and must not be scaled, ``wrong_shape``
     for one that is smaller than an ``exact`` class.
     """
@@ -94,7 +94,7 @@ def place(shape: tuple[int, ...], size_class: SizeClassSpec, oversize: Oversize)
     if (height, width) == (size_class.height, size_class.width):
         return _at(shape, size_class, 0, 0, height, width)
     if height > size_class.height or width > size_class.width:
-        if oversize is Oversize.REJECT:
+        if oversize is Oversize.REJECT or fit is Fit.EXACT:
             raise InvalidFrameError(
                 Code.OVERSIZE,
                 f"frame of {height}x{width} is larger than size class {name}"

@@ -26,7 +26,6 @@ def _class(height: int, width: int, fit: Fit) -> SizeClassSpec:
         ),
         pytest.param((200, 200, 3), _class(100, 200, Fit.PAD), (0, 50, 100, 100), id="oversize-letterbox"),
         pytest.param((50, 400), _class(100, 200, Fit.PAD), (37, 0, 25, 200), id="oversize-one-axis"),
-        pytest.param((50, 400), _class(100, 200, Fit.EXACT), (37, 0, 25, 200), id="oversize-exact"),
         pytest.param((1, 4000), _class(64, 64, Fit.LETTERBOX), (31, 0, 1, 64), id="thin-frame-keeps-a-row"),
     ],
 )
@@ -89,6 +88,14 @@ def test_boxes_outside_the_frame_are_clipped_to_it() -> None:
     np.testing.assert_array_equal(boxes, [[0, 0, 100, 50], [0, 0, 10, 10]])
     assert placement.boxes_to_frame(np.zeros((0, 4))).shape == (0, 4)
     np.testing.assert_array_equal(placement.boxes_to_class([[0, 0, 10, 10]]), [[14, 7, 24, 17]])
+
+
+def test_an_exact_class_never_scales() -> None:
+    """A frame larger than an exact class is refused even where oversize frames are letterboxed."""
+    with pytest.raises(InvalidFrameError) as caught:
+        place((200, 200, 3), _class(100, 200, Fit.EXACT), Oversize.LETTERBOX)
+
+    assert caught.value.code is Code.OVERSIZE
 
 
 def test_is_scaled_tells_a_copy_from_a_resize() -> None:
