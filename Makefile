@@ -3,7 +3,7 @@ PYTHON ?= .venv/bin/python
 TYPECHECK := build/typecheck
 SEEDS ?= 50
 
-.PHONY: check lint types test demo bench docs clean
+.PHONY: check lint types test coverage demo bench docs clean
 
 check: lint types
 
@@ -32,3 +32,9 @@ docs:
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
+
+# 100 % of the branches of what must be provable: the protocol and the pure core.
+coverage:
+	$(PYTHON) -P -m pytest -q tests/unit/protocol tests/unit/broker --cov=headrace.protocol --cov=headrace.broker --cov-report=
+	$(PYTHON) -m coverage report --fail-under=100 --show-missing --skip-covered \
+	  --omit='*/broker/shell.py,*/broker/sockets.py,*/broker/control.py,*/broker/metrics.py,*/broker/http.py,*/broker/process.py,*/broker/model_store.py'

@@ -1,0 +1,96 @@
+"""What broker, workers and clients tell each other about models: data only, as in ``messages``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias
+
+#: What msgpack can hold; ``meta`` and non-tensor outputs are made of it.
+Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
+
+
+class Color(StrEnum):
+    """Order of an image's channels."""
+
+    RGB = "rgb"
+    BGR = "bgr"
+    GRAY = "gray"
+
+
+class Fit(StrEnum):
+    """How a frame smaller than its size class is placed: ``exact`` refuses it, ``pad`` puts it at the
+    top left unscaled, ``letterbox`` scales it (aspect kept) to touch the class and centres it."""
+
+    EXACT = "exact"
+    PAD = "pad"
+    LETTERBOX = "letterbox"
+
+
+class Oversize(StrEnum):
+    """What happens to a frame larger than every size class of its model."""
+
+    LETTERBOX = "letterbox"
+    REJECT = "reject"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model. ``path`` is relative, with forward slashes and no "..": the first file of a
+    model is the ONNX graph, the others are its external weights under the names the graph uses."""
+
+    path: str
+    sha256: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SizeClassSpec:
+    """A named padded input shape. ``channels`` is the model's (1 or 3)."""
+
+    name: str
+    height: int
+    width: int
+    max_batch_size: int = 8
+    fit: Fit = Fit.PAD
+
+
+@dataclass(frozen=True, slots=True)
+class ImageInput:
+    """How pixels become the model's image input: ``(pixel * scale - mean) / std`` per channel in
+    ``color`` order. ``layout`` and ``dtype`` are the ONNX graph's own, found by the worker."""
+
+    color: Color = Color.RGB
+    channels: int = 3
+    scale: float = 1.0
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+    pad_value: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EmulatedCost:
+    """T(b) = base_ms + per_frame_ms * b of the ``emulated`` engine."""
+
+    base_ms: float
+    per_frame_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as the broker configures it. ``files`` is empty only for emulated models.
+
+    ``image`` is None for a model that takes plain tensors (no colour, no padding): it has one size
+    class per exact shape, named ``tensor``. Empty ``size_classes`` means: the worker finds them in the
+    graph's fixed shape and says so in READY.
+    """
+
+    name: str
+    version: str
+    files: tuple[ModelFile, ...] = ()
+    image: ImageInput | None = None
+    size_classes: tuple[SizeClassSpec, ...] = ()
+    oversize: Oversize = Oversize.LETTERBOX
+    adapter: str = "tensors"
+    adapter_options: dict[str, Value] = field(default_factory=dict)
+    emulated: EmulatedCost | None = None
