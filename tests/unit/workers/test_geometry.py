@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from headrace.workers.geometry import Placement, place
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import Code, InvalidFrameError
 from headrace.protocol.messages import Fit, Oversize, SizeClassSpec
+from headrace.workers.geometry import Placement, place
 
 
 def _class(height: int, width: int, fit: Fit) -> SizeClassSpec:
