@@ -67,6 +67,7 @@ class InputPlan:
     """How one model input is to be staged: ``array`` rows have ``shape`` and ``dtype`` (native order).
 
     ``is_image`` marks the input that frames are placed into: shape (height, width, channels) uint8.
+    An axis of -1 takes any length: such a model runs batches of one.
     """
 
     name: str
@@ -103,13 +104,18 @@ class Engine(Protocol):
         ...
 
     def submit(self, batch: StagedBatch) -> None:
-        """Start running a staged batch; returns before or after it is done, as the device has it."""
+        """Start running a staged batch; returns before or after it is done, as the device has it.
+
+        Raises EngineMisuseError for another thread, an unknown model, or buffers that break the plan. A
+        run that fails is no exception here: its ``BatchOutputs.error`` says so."""
         ...
 
     def collect(self) -> BatchOutputs:
-        """Return the oldest submitted batch that was not collected yet, waiting for it."""
+        """Return the oldest submitted batch that was not collected yet, waiting for it.
+
+        Raises ClosedError once the engine is closed and nothing is left to collect."""
         ...
 
     def close(self) -> None:
-        """Release the device. Idempotent."""
+        """Release the device; a waiting ``collect`` ends. Idempotent, and allowed from any thread."""
         ...
