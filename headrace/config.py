@@ -222,7 +222,8 @@ def _environment_overrides(environment: Mapping[str, str]) -> Iterator[tuple[str
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable in OTHER_VARIABLES:
             continue
         if variable not in known:
-            hint = _did_you_mean(variable, [*known, *OTHER_VARIABLES])
+            bare = [name.removeprefix(ENVIRONMENT_PREFIX) for name in [*known, *OTHER_VARIABLES]]
+            hint = _did_you_mean(variable.removeprefix(ENVIRONMENT_PREFIX), bare, ENVIRONMENT_PREFIX)
             if variable.startswith("HEADRACE_MODELS__"):
                 hint = "models are set in a file only"
             raise ConfigError(
@@ -356,7 +357,7 @@ def _keys_beside(location: tuple[int | str, ...]) -> list[str]:
     for part in location[:-1]:
         if isinstance(part, str) and model is not None:
             info = model.model_fields.get(part)
-            model = _table_of(info.annotation) if info else None
+            model = table_of(info.annotation) if info else None
     return list(model.model_fields) if model else []
 
 
@@ -367,20 +368,20 @@ def _help_of(location: tuple[int | str, ...]) -> str:
         if isinstance(part, str) and model is not None:
             info = model.model_fields.get(part)
             text = (info.description if info else "") or ""
-            model = _table_of(info.annotation) if info else None
+            model = table_of(info.annotation) if info else None
     return text
 
 
-def _table_of(annotation: Any) -> type[BaseModel] | None:
+def table_of(annotation: Any) -> type[BaseModel] | None:
     """Return the schema class inside an annotation such as ``tuple[ModelSection, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((table for item in get_args(annotation) if (table := _table_of(item))), None)
+    return next((table for item in get_args(annotation) if (table := table_of(item))), None)
 
 
-def _did_you_mean(wrong: str, known: list[str]) -> str:
+def _did_you_mean(wrong: str, known: list[str], prefix: str = "") -> str:
     close = difflib.get_close_matches(wrong, known, n=1)
-    return f"did you mean {close[0]}?" if close else ""
+    return f"did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _shorten(value: object, limit: int = 60) -> str:

@@ -1,0 +1,127 @@
+"""Turn a checked configuration into the plain settings of the core, the broker's shell and a worker.
+
+Nothing is decided here: each key goes to one field, and a test sees to it that none is forgotten.
+"""
+
+from __future__ import annotations
+
+from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
+from headrace.broker.shell_settings import LocalModel, ShellSettings
+from headrace.config import LoadedConfig, class_policy
+from headrace.config_models import ImageSection, ModelSection, SizeClassSection
+from headrace.config_schema import Config, QueuesSection
+from headrace.errors import ConfigError
+from headrace.protocol.messages import (
+    Color,
+    EmulatedCost,
+    Fit,
+    ImageInput,
+    Limits,
+    ModelSpec,
+    Oversize,
+    SizeClassSpec,
+)
+
+
+def to_core_settings(config: Config) -> CoreSettings:
+    """Return the core's settings; the files of the models are filled in by the shell."""
+    admission = config.admission
+    return CoreSettings(
+        models=tuple(to_model_settings(config.queues, model) for model in config.models),
+        default_model=admission.default_model,
+        limits=Limits(**config.limits.model_dump()),
+        default_timeout_ms=admission.default_timeout_ms,
+        max_bytes=admission.max_bytes,
+        max_streams=admission.max_streams,
+        max_producers=admission.max_producers,
+        max_workers=admission.max_workers,
+        credits_per_producer=admission.credits_per_producer,
+        max_queued_per_stream=admission.max_queued_per_stream,
+        duplicate_window=admission.duplicate_window,
+        stream_idle_ms=admission.stream_idle_ms,
+        ageing_ms=config.queues.ageing_ms,
+        ageing_share=config.queues.ageing_share,
+        heartbeat_ms=config.broker.heartbeat_ms,
+        heartbeats_missed=config.broker.heartbeats_missed,
+        max_attempts=admission.max_attempts,
+        retention_frames=config.retention.frames_per_stream,
+        retention_bytes=config.retention.max_bytes,
+    )
+
+
+def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
+    """Return the broker's settings with the absolute paths of its model files.
+
+    Raises ConfigError when there is no model, or a file is not there."""
+    config = loaded.config
+    broker = config.broker
+    if not config.models:
+        raise ConfigError(
+            f"{loaded.source}: no [[models]]: a broker without a model can serve nothing; give --config FILE,"
+            " or try `headrace up --model model.onnx`"
+        )
+    return ShellSettings(
+        core=to_core_settings(config),
+        host=broker.host,
+        port=broker.port,
+        frames=broker.frames,
+        intake=broker.intake,
+        results=broker.results,
+        workers=broker.workers,
+        control=broker.control,
+        http_port=broker.http_port if broker.http else None,
+        insecure=broker.insecure,
+        grace_ms=broker.grace_ms,
+        results_queue_messages=broker.results_queue_messages,
+        local_models=_local_models(loaded),
+    )
+
+
+def to_model_settings(queues: QueuesSection, model: ModelSection) -> ModelSettings:
+    """Return one model's spec and the policy of each of its size classes ("" = any other)."""
+    policies = {"": _policy(queues, model, None)}
+    policies |= {item.label: _policy(queues, model, item) for item in model.size_classes}
+    return ModelSettings(to_model_spec(model), policies)
+
+
+def to_model_spec(model: ModelSection) -> ModelSpec:
+    """Return the model as the wire describes it, without its files."""
+    emulated = model.emulated
+    return ModelSpec(
+        name=model.name,
+        version=model.version,
+        image=_image_input(model.image) if model.image else None,
+        size_classes=tuple(_size_class(item) for item in model.size_classes),
+        oversize=Oversize(model.oversize),
+        adapter=model.adapter,
+        adapter_options=dict(model.adapter_options),
+        emulated=EmulatedCost(emulated.base_ms, emulated.per_frame_ms) if emulated else None,
+    )
+
+
+def _policy(queues: QueuesSection, model: ModelSection, item: SizeClassSection | None) -> ClassPolicy:
+    return ClassPolicy(*class_policy(queues, model, item))
+
+
+def _image_input(image: ImageSection) -> ImageInput:
+    return ImageInput(
+        color=Color(image.color),
+        channels=image.channels,
+        scale=image.scale,
+        mean=image.mean,
+        std=image.std,
+        pad_value=image.pad_value,
+    )
+
+
+def _size_class(item: SizeClassSection) -> SizeClassSpec:
+    return SizeClassSpec(item.label, item.height, item.width, item.max_batch_size, Fit(item.fit))
+
+
+def _local_models(loaded: LoadedConfig) -> tuple[LocalModel, ...]:
+    models = []
+    for index, model in enumerate(loaded.config.models):
+        paths = tuple(loaded.model_files(index).values())
+        if paths:
+            models.append(LocalModel(model.name, model.version, paths[0], paths[1:]))
+    return tuple(models)

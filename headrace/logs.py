@@ -1,0 +1,160 @@
+"""Set up structlog for a process: stderr only, human or JSON lines, repeats counted.
+
+Theory of operation: warnings and errors pass through :class:`RepeatFilter`. The first of a kind is
+written at once; those that follow within the interval are counted. The count is written when
+the interval is over, by the next log call of any kind or by :func:`flush`, so that an error a frame
+costs two lines an interval, never a full disk. A kind is (level, event, code): its values may differ.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import sys
+import threading
+import time
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import structlog
+
+#: Kinds remembered at once. Events are fixed words, so a process has some dozens; beyond this bound
+#: further kinds are written unfiltered.
+MAX_KINDS = 1_000
+
+_LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+_FILTERED_LEVELS = frozenset({"warning", "error", "critical"})
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """``count`` further log calls of one kind were left out during an interval."""
+
+    level: str
+    event: str
+    code: str
+    count: int
+
+
+class RepeatFilter:
+    """Decides which repeated log calls are written. Pure: the time is handed in.
+
+    Invariant: for each kind, calls seen = calls passed + counts in summaries + calls still pending.
+    """
+
+    def __init__(self, interval_ns: int) -> None:
+        self._interval_ns = interval_ns
+        self._kinds: dict[tuple[str, str, str], list[int]] = {}  # kind -> [interval began, left out]
+
+    def is_passed(self, level: str, event: str, code: str, now_ns: int) -> bool:
+        """Count one call; return whether it is to be written. Take due() first."""
+        kind = (level, event, code)
+        state = self._kinds.get(kind)
+        if state is None:
+            if self._interval_ns > 0 and len(self._kinds) < MAX_KINDS:
+                self._kinds[kind] = [now_ns, 0]
+            return True
+        state[1] += 1
+        return False
+
+    def due(self, now_ns: int, *, is_final: bool = False) -> list[Summary]:
+        """Return the summaries whose interval is over (all with ``is_final``) and begin anew.
+
+        A kind that kept repeating stays muted for another interval; one that fell silent is
+        forgotten, so that its next call is written at once."""
+        summaries = []
+        for kind, (began_ns, left_out) in list(self._kinds.items()):
+            if not is_final and now_ns - began_ns < self._interval_ns:
+                continue
+            if left_out:
+                summaries.append(Summary(*kind, left_out))
+                self._kinds[kind] = [now_ns, 0]
+            else:
+                del self._kinds[kind]
+        return summaries
+
+
+class _Repeats:
+    """The structlog processor around RepeatFilter; writes summaries through the same chain."""
+
+    def __init__(self, interval_ms: int) -> None:
+        self._filter = RepeatFilter(interval_ms * 1_000_000)
+        self._interval_s = interval_ms / 1_000
+        self._lock = threading.Lock()
+
+    def __call__(
+        self, logger: object, method: str, values: MutableMapping[str, Any]
+    ) -> MutableMapping[str, Any]:
+        if values.pop("_is_summary", False):
+            return values
+        self.flush(is_final=False)
+        if method in _FILTERED_LEVELS:
+            with self._lock:
+                is_passed = self._filter.is_passed(
+                    method, str(values.get("event", "")), str(values.get("code", "")), time.monotonic_ns()
+                )
+            if not is_passed:
+                raise structlog.DropEvent
+        return values
+
+    def flush(self, *, is_final: bool) -> None:
+        with self._lock:
+            summaries = self._filter.due(time.monotonic_ns(), is_final=is_final)
+        for summary in summaries:
+            values: dict[str, object] = {
+                "repeated_count": summary.count,
+                "interval_s": self._interval_s,
+                "_is_summary": True,
+            }
+            if summary.code:
+                values["code"] = summary.code
+            getattr(structlog.get_logger(), summary.level)(summary.event, **values)
+
+
+_repeats: _Repeats | None = None
+
+
+def configure(
+    *, level: str = "info", style: str = "auto", summary_ms: int = 10_000, stream: TextIO | None = None
+) -> None:
+    """Send this process's logs to ``stream`` (stderr).
+
+    ``level`` is debug, info, warning or error; ``style`` human, json or auto (human on a terminal);
+    ``summary_ms`` the interval of repeated warnings and errors, 0 = write each.
+    """
+    global _repeats  # noqa: PLW0603 - logging is process-wide, and so is its filter
+    target = stream or sys.stderr
+    is_human = style == "human" or (style == "auto" and target.isatty())
+    renderer: Any
+    if is_human:
+        renderer = structlog.dev.ConsoleRenderer(colors=target.isatty())
+    else:
+        renderer = structlog.processors.JSONRenderer(default=str)
+    _repeats = _Repeats(summary_ms)
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            _repeats,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            structlog.processors.format_exc_info if not is_human else _keep,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        logger_factory=structlog.WriteLoggerFactory(file=target),
+        cache_logger_on_first_use=False,
+    )
+    atexit.unregister(flush)
+    atexit.register(flush)
+
+
+def flush() -> None:
+    """Write the counts of all repeats that were left out so far; called at exit."""
+    if _repeats is not None:
+        _repeats.flush(is_final=True)
+
+
+def _keep(_: object, __: str, values: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return values
