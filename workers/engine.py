@@ -18,7 +18,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import LocalError
 from headrace.protocol.messages import ModelProfile, ModelSpec
+
+
+class EngineMisuseError(LocalError):
+    """The worker broke a rule of the seam (thread, model, shape, dtype); the engine itself is unharmed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,65 @@
+"""Measure what a batch of each bucket costs, within a time budget.
+
+A start-up that runs every bucket of a slow detector many times would take minutes; the broker's cost table
+corrects itself with every batch served, so a rough first figure is enough.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+#: Most timed runs of one bucket. Five give a median that one preemption can't move.
+MAX_RUNS = 5
+
+#: A first run longer than this is itself taken as a sample: allocation no longer dominates it.
+SLOW_NS = 100_000_000
+
+
+def buckets_up_to(largest: int) -> tuple[int, ...]:
+    """Return 1, 2, 4 ... and ``largest`` itself, ascending."""
+    buckets = []
+    bucket = 1
+    while bucket < largest:
+        buckets.append(bucket)
+        bucket *= 2
+    return (*buckets, largest)
+
+
+def measure_buckets(
+    run: Callable[[int], None],
+    buckets: Sequence[int],
+    budget_ns: int,
+    clock: Callable[[], int] = time.perf_counter_ns,
+) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:
+    """Time ``run(bucket)`` for each bucket, ascending.
+
+    Returns the median milliseconds per bucket, and the buckets that were not run because the budget was
+    spent: their figure is the last measured one scaled by rows. The first bucket is always run.
+    """
+    started_ns = clock()
+    measured: list[tuple[int, float]] = []
+    estimated: list[int] = []
+    for bucket in buckets:
+        if measured:
+            last_bucket, last_ms = measured[-1]
+            expected_ns = last_ms * 1e6 * bucket / last_bucket
+            if estimated or clock() - started_ns + expected_ns > budget_ns:
+                estimated.append(bucket)
+                measured.append((bucket, last_ms * bucket / last_bucket))
+                continue
+        measured.append((bucket, _measure(run, bucket, budget_ns // (2 * len(buckets)), clock)))
+    return tuple(measured), tuple(estimated)
+
+
+def _measure(run: Callable[[int], None], bucket: int, share_ns: int, clock: Callable[[], int]) -> float:
+    begun_ns = clock()
+    run(bucket)
+    warm_up_ns = clock() - begun_ns
+    samples = [warm_up_ns] if warm_up_ns > SLOW_NS else []
+    while not samples or (len(samples) < MAX_RUNS and clock() - begun_ns < share_ns):
+        before_ns = clock()
+        run(bucket)
+        samples.append(clock() - before_ns)
+    return median(samples) / 1e6
