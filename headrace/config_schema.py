@@ -165,6 +165,14 @@ class AdmissionSection(Section):
         ge=1,
         le=10_000_000,
     )
+    max_unfinished_per_stream: int = key(
+        1_024,
+        "frames",
+        "Admitted frames of one stream without a published outcome: bounds what waits for one slow frame"
+        " to keep the stream in order.",
+        ge=1,
+        le=10_000_000,
+    )
     duplicate_window: int = key(
         4_096,
         "frames",

@@ -37,6 +37,7 @@ def to_core_settings(config: Config) -> CoreSettings:
         max_workers=admission.max_workers,
         credits_per_producer=admission.credits_per_producer,
         max_queued_per_stream=admission.max_queued_per_stream,
+        max_unfinished_per_stream=admission.max_unfinished_per_stream,
         duplicate_window=admission.duplicate_window,
         stream_idle_ms=admission.stream_idle_ms,
         ageing_ms=config.queues.ageing_ms,
