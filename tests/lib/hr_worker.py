@@ -11,6 +11,9 @@ import zlib
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
 from headrace.protocol.messages import (
     Batch,
     Color,
@@ -25,8 +28,6 @@ from headrace.protocol.messages import (
 )
 from headrace.workers.engine import InputPlan, ModelKey
 from headrace.workers.staging import StagingPlan
-from numpy.typing import NDArray
-from PIL import Image
 
 Pixels = NDArray[np.uint8]
 

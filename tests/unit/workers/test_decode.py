@@ -11,11 +11,12 @@ import cv2
 import hr_worker
 import numpy as np
 import pytest
+from PIL import Image
+
 from headrace.errors import Code, InvalidFrameError
 from headrace.protocol.messages import Encoding, Limits
 from headrace.workers.decode import FLAG_TRUNCATED, DecodedImage, decode_image
 from headrace.workers.jpeg_scan import scan_jpeg
-from PIL import Image
 
 HEIGHT, WIDTH = 240, 320
 RGB = hr_worker.gradient(HEIGHT, WIDTH)

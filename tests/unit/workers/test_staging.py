@@ -6,12 +6,13 @@ import cv2
 import hr_worker
 import numpy as np
 import pytest
+from hr_worker import batch_of, image_frame, image_plan, raw_frame, tensor_plan, tensors_frame
+from numpy.typing import NDArray
+
 from headrace.errors import Code, InvalidFrameError
 from headrace.protocol.messages import Color, Encoding, Fit, Frame, Limits, Oversize, ShmRef
 from headrace.workers.engine import InputPlan
 from headrace.workers.staging import BufferPool, Stager, StagingPlan, StagingResult, is_castable
-from hr_worker import batch_of, image_frame, image_plan, raw_frame, tensor_plan, tensors_frame
-from numpy.typing import NDArray
 
 
 def stage(plan: StagingPlan, *frames: Frame, pool: BufferPool | None = None) -> StagingResult:
@@ -316,7 +317,7 @@ def test_ort_10_a_tensor_is_cast_to_the_models_dtype(dtype: str) -> None:
         ("int32", "float32", False), ("float32", "uint8", False), ("int8", "uint8", False),
     ],
 )  # fmt: skip
-def test_the_casting_rule(source: str, target: str, is_allowed: bool) -> None:  # noqa: FBT001
+def test_the_casting_rule(source: str, target: str, is_allowed: bool) -> None:
     assert is_castable(np.dtype(source), np.dtype(target)) is is_allowed
 
 

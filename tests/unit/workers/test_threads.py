@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from headrace.workers import threads
 
 AFFINITY = len(os.sched_getaffinity(0))
