@@ -19,6 +19,7 @@ from headrace.protocol.fields import (
     boolean,
     choice,
     count,
+    cut_text,
     integer,
     long_text,
     map_of,
@@ -54,8 +55,9 @@ _MAX_COLOR_VALUE: Final = 1e9  # scale, mean and std: anything finite and sane
 class Schema(Generic[T]):
     """How one dataclass looks in a header: its fields in wire order with their readers."""
 
-    def __init__(self, kind: type[T], readers: Mapping[str, Reader[Any]]) -> None:
+    def __init__(self, kind: type[T], readers: Mapping[str, Reader[Any]], has_all_fields: bool = False) -> None:
         self.kind = kind
+        self._has_all_fields = has_all_fields
         self._fields: list[tuple[str, Reader[Any], Any]] = []
         for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # T is always a dataclass
             default = field.default
@@ -66,10 +68,10 @@ class Schema(Generic[T]):
 
     def write(self, message: T) -> dict[str, Any]:
         fields: dict[str, Any] = {}
-        for name, _reader, default in self._fields:
+        for name, reader, default in self._fields:
             value = getattr(message, name)
-            if value != default:
-                fields[name] = _write_value(value)
+            if value != default or self._has_all_fields:
+                fields[name] = cut_text(value) if reader is long_text else _write_value(value)
         return fields
 
     def read(self, header: dict[Any, Any], prefix: str = "") -> dict[str, Any]:
@@ -197,7 +199,10 @@ _MODEL: Final = Schema(
         "emulated": optional(_EMULATED_COST.reader()),
     },
 )
-_LIMITS: Final = Schema(m.Limits, {field.name: positive for field in dataclasses.fields(m.Limits)})
+#: Limits are always sent whole: two releases may differ in their defaults, and must not in their limits.
+_LIMITS: Final = Schema(
+    m.Limits, {field.name: positive for field in dataclasses.fields(m.Limits)}, has_all_fields=True
+)
 _ENDPOINTS_FIELDS: Final[dict[str, Reader[Any]]] = {
     "boot": u64,
     **dict.fromkeys(("frames", "intake", "results", "workers", "control", "http"), _read_address),
