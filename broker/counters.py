@@ -1,0 +1,37 @@
+"""What the shell counts about itself; the core counts frames.
+
+One writer, the loop; others read copies (``snapshot``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+#: Kinds kept apart in one table of counts. All keys are our own fixed words; the bound guards against a
+#: mistake.
+MAX_KINDS = 256
+
+
+@dataclass(slots=True)
+class Counters:
+    """Monotonic counts, but for ``subscription_count``, which goes down as well."""
+
+    turn_count: int = 0
+    busy_ns: int = 0  # time in turns, waiting left out
+    longest_turn_ns: int = 0
+    received_count: dict[str, int] = field(default_factory=dict)  # messages by socket
+    misbehaved_count: dict[str, int] = field(default_factory=dict)  # unreadable messages by code
+    unreachable_count: int = 0  # sends that found their peer gone or its queue full
+    published_count: int = 0  # outcomes
+    published_message_count: int = 0
+    subscription_count: int = 0  # standing now
+    reports: dict[str, int] = field(default_factory=dict)  # changes of state by name
+    connected_count: dict[str, int] = field(default_factory=dict)  # handshakes completed by socket
+    disconnected_count: dict[str, int] = field(default_factory=dict)
+    handshake_failed_count: dict[str, int] = field(default_factory=dict)
+
+
+def count(table: dict[str, int], key: str, amount: int = 1) -> None:
+    """Add to one count of a table."""
+    if key in table or len(table) < MAX_KINDS:
+        table[key] = table.get(key, 0) + amount
