@@ -25,6 +25,9 @@ from headrace.protocol.messages import Encoding, Keep
 #: How long one push may block before the loop looks whether it was asked to stop.
 PUSH_SLICE_S = 0.25
 
+#: How often the wait for the last outcomes tells its progress.
+FLUSH_SLICE_S = 0.5
+
 JPEG_QUALITY = 90
 
 
@@ -39,18 +42,26 @@ class SentId(Protocol):
     def seq(self) -> int: ...
 
 
+class ProducerCounts(Protocol):
+    """What the loop reads of a producer's account."""
+
+    @property
+    def unfinished(self) -> int: ...
+
+
 class FrameProducer(Protocol):
     """What the loop needs of a headrace.Producer."""
 
     def push(
         self,
-        array: Image | bytes,
+        image: Image | bytes,
+        /,
         *,
         stream: str,
         model: str = "",
         priority: int = 0,
         ttl_ms: int | None = None,
-        keep: str = "all",
+        keep: Keep = Keep.ALL,
         pts_ns: int | None = None,
         timeout: float | None = None,
     ) -> SentId:
@@ -58,7 +69,12 @@ class FrameProducer(Protocol):
         ...
 
     def flush(self, timeout: float | None = None) -> object:
-        """Wait until every frame has its outcome; NotDeliveredError after ``timeout`` seconds."""
+        """Wait until every frame has its outcome; RequestTimeoutError after ``timeout`` seconds."""
+        ...
+
+    @property
+    def account(self) -> ProducerCounts:
+        """Return the counts so far."""
         ...
 
 
@@ -67,7 +83,7 @@ class PushOptions:
     """How to send a source. ``keep`` None means ``latest`` for a live source and ``all`` for a file.
 
     ``fps`` sends about that many frames a second, picked by their timestamps. ``max_seconds`` counts
-    from the first frame. ``flush_timeout_s`` bounds the wait for the last outcomes (None: no bound).
+    from the first frame. The last outcomes are waited for as long as any come within ``stall_limit_s``.
     """
 
     stream: str
@@ -81,7 +97,7 @@ class PushOptions:
     fps: float | None = None
     max_frames: int | None = None
     max_seconds: float | None = None
-    flush_timeout_s: float | None = None
+    stall_limit_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +122,7 @@ class PushReport:
     missed_count: int = 0
     damaged_count: int = 0
     reconnect_count: int = 0
+    unfinished_count: int = 0  # sent by this producer, outcome not known yet
     elapsed_s: float = 0.0
     last_pts_ns: int | None = None
 
@@ -126,26 +143,25 @@ def push_source(
         producer: sends them; it is not closed.
         options: stream name, pace and limits.
         on_sent: called after each push, in this thread.
-        on_progress: called after each frame read, with the report so far.
+        on_progress: called after each frame read, and while waiting at the end, with the report so far.
         stop: ends the loop early when set; what was sent is still waited for.
 
     Raises:
         SourceError: the source can't be read.
-        NotDeliveredError: outcomes were still missing after ``flush_timeout_s``.
+        RequestTimeoutError: no outcome came for ``stall_limit_s`` although some were missing.
     """
+    tell = on_progress or (lambda _: None)
     loop = _PushLoop(source, producer, options, stop or threading.Event())
     try:
         for sent in loop.run():
             if sent is not None and on_sent is not None:
                 on_sent(sent)
-            if on_progress is not None:
-                on_progress(loop.report)
+            tell(loop.report)
     finally:
         source.close()
-    producer.flush(options.flush_timeout_s)
+    loop.wait_for_outcomes(tell)
     loop.update_report()
-    if on_progress is not None:
-        on_progress(loop.report)
+    tell(loop.report)
     return loop.report
 
 
@@ -200,8 +216,27 @@ class _PushLoop:
             if self._newest is not None:
                 self._newest.close()
 
+    def wait_for_outcomes(self, tell: Callable[[PushReport], None]) -> None:
+        """Wait until every frame has its outcome, telling the progress; give up when nothing moves."""
+        fewest, moved_s = self._producer.account.unfinished, time.monotonic()
+        while True:
+            try:
+                self._producer.flush(FLUSH_SLICE_S)
+            except RequestTimeoutError:
+                now_s = time.monotonic()
+                unfinished = self._producer.account.unfinished
+                if unfinished < fewest:
+                    fewest, moved_s = unfinished, now_s
+                elif now_s - moved_s >= self._options.stall_limit_s:
+                    raise
+                self.update_report()
+                tell(self.report)
+            else:
+                return
+
     def update_report(self) -> None:
-        """Copy the source's own counts into the report."""
+        """Copy the counts of the source and of the producer into the report."""
+        self.report.unfinished_count = self._producer.account.unfinished
         counts = self._source.counts
         self.report.damaged_count = counts.damaged_count
         self.report.reconnect_count = counts.reconnect_count
@@ -242,7 +277,7 @@ class _PushLoop:
                     model=options.model,
                     priority=options.priority,
                     ttl_ms=options.ttl_ms,
-                    keep=self._keep.value,
+                    keep=self._keep,
                     pts_ns=pts_ns,
                     timeout=PUSH_SLICE_S,
                 )

@@ -57,20 +57,32 @@ class SentId:
 
 @dataclass
 class FakeProducer:
-    """Remembers what was pushed; ``refuse_count`` pushes time out first."""
+    """Remembers what was pushed; ``refuse_count`` pushes time out first, ``unfinished`` frames are waited for
+    in as many flushes, unless it ``is_stuck``."""
 
     refuse_count: int = 0
+    unfinished: int = 0
+    is_stuck: bool = False
     pushed: list[dict[str, object]] = field(default_factory=list)
-    flush_timeouts: list[float | None] = field(default_factory=list)
+    flush_count: int = 0
 
-    def push(self, array: object, **options: object) -> SentId:
+    def push(self, image: object, /, **options: object) -> SentId:
         from headrace.errors import RequestTimeoutError
 
         if self.refuse_count:
             self.refuse_count -= 1
             raise RequestTimeoutError("no room")
-        self.pushed.append({"array": array, **options})
+        self.pushed.append({"image": image, **options})
         return SentId(str(options["stream"]), 7, len(self.pushed) - 1)
 
     def flush(self, timeout: float | None = None) -> None:
-        self.flush_timeouts.append(timeout)
+        from headrace.errors import RequestTimeoutError
+
+        self.flush_count += 1
+        if self.unfinished:
+            self.unfinished -= not self.is_stuck
+            raise RequestTimeoutError("outcomes missing")
+
+    @property
+    def account(self) -> FakeProducer:
+        return self

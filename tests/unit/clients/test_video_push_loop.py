@@ -11,6 +11,7 @@ import pytest
 
 from headrace.clients.video.push_loop import PushOptions, push_source
 from headrace.clients.video.sources import open_source
+from headrace.errors import RequestTimeoutError
 from headrace.protocol.messages import Encoding, Keep
 
 MS = hr_video.MS
@@ -24,18 +25,25 @@ def uneven(tmp_path):
 
 
 def test_a_file_is_sent_whole_with_its_own_times_and_then_waited_for(uneven):
-    """VID-05 and VID-07: pts as in the file; the loop ends with a flush, within the limit given."""
-    producer = hr_video.FakeProducer()
-    options = PushOptions("cam", model="m", priority=3, ttl_ms=9, is_fast=True, flush_timeout_s=12.5)
+    """VID-05 and VID-07: pts as in the file; the loop ends only when every outcome is known."""
+    producer = hr_video.FakeProducer(unfinished=2)
+    options = PushOptions("cam", model="m", priority=3, ttl_ms=9, is_fast=True)
+    waiting = []
 
-    report = push_source(open_source(str(uneven)), producer, options)
+    report = push_source(
+        open_source(str(uneven)),
+        producer,
+        options,
+        on_progress=lambda report: waiting.append(report.unfinished_count),
+    )
 
     assert [p["pts_ns"] for p in producer.pushed] == [t * MS for t in (0, 3, 6, 50, 53, 150)]
-    assert np.array_equal(producer.pushed[5]["array"], hr_video.noise(16, 24, 5))
+    assert np.array_equal(producer.pushed[5]["image"], hr_video.noise(16, 24, 5))
     first = producer.pushed[0]
     assert (first["stream"], first["model"], first["priority"], first["ttl_ms"]) == ("cam", "m", 3, 9)
     assert first["keep"] == "all"
-    assert producer.flush_timeouts == [12.5]
+    assert producer.flush_count == 3
+    assert waiting[-3:] == [1, 0, 0]
     assert (report.sent_count, report.last_pts_ns) == (6, 150 * MS)
 
 
@@ -120,7 +128,14 @@ def test_stop_ends_the_wait_for_a_frame_and_still_waits_for_outcomes(tmp_path):
     push_source(open_source(str(path)), producer, PushOptions("cam"), on_sent=lambda _: stop.set(), stop=stop)
 
     assert len(producer.pushed) == 1
-    assert producer.flush_timeouts == [None]
+    assert producer.flush_count == 1
+
+
+def test_outcomes_that_never_come_are_not_waited_for_without_end(uneven):
+    producer = hr_video.FakeProducer(unfinished=1, is_stuck=True)
+
+    with pytest.raises(RequestTimeoutError):
+        push_source(open_source(str(uneven)), producer, PushOptions("cam", is_fast=True, stall_limit_s=0))
 
 
 @pytest.mark.parametrize(("encoding", "tolerance"), [(Encoding.PNG, 0), (Encoding.JPEG, 12)])
@@ -133,7 +148,7 @@ def test_frames_can_be_sent_encoded(tmp_path, encoding, tolerance):
 
     push_source(open_source(str(tmp_path)), producer, PushOptions("cam", is_fast=True, encoding=encoding))
 
-    payload = producer.pushed[0]["array"]
+    payload = producer.pushed[0]["image"]
     assert isinstance(payload, bytes)
     decoded = cv2.imdecode(np.frombuffer(payload, np.uint8), cv2.IMREAD_COLOR)[..., ::-1]
     assert np.abs(decoded.astype(int) - image).max() <= tolerance
