@@ -43,19 +43,26 @@ class ContainerSource:
     """A file (``is_live`` false) or a live stream read through PyAV.
 
     ``target`` is what FFmpeg opens (path, URL or device), ``av_format`` names an input format for devices.
+    ``is_live`` None opens the target now and calls it live when it states no duration: a web address may be
+    either, and a recording must neither be opened again at its end nor sent without pacing.
     """
 
     def __init__(
-        self, target: str, *, is_live: bool, options: SourceOptions, av_format: str | None = None
+        self, target: str, *, is_live: bool | None, options: SourceOptions, av_format: str | None = None
     ) -> None:
         require_av()
         self.name = redact(target)
-        self.is_live = is_live
         self.counts = SourceCounts()
+        self._opened: InputContainer | None = None
         self._target = target
         self._format = av_format
         self._options = options
         self._closed = threading.Event()
+        self.is_live = True  # while probing, so that the time limits hold
+        if is_live is None:
+            self._opened = self._open()
+            is_live = self._opened.duration is None
+        self.is_live = is_live
 
     def frames(self) -> Iterator[VideoFrame]:
         """See VideoSource."""
@@ -63,8 +70,12 @@ class ContainerSource:
             yield from self._live_frames()
             return
         with closing(self._open()) as container:
+            has_frames = False
             for frame in self._read(container):
+                has_frames = True
                 yield self._video_frame(frame, _pts_ns(frame))
+        if not has_frames and not self._closed.is_set():
+            raise SourceError(f"{self.name}: not one picture could be decoded")
 
     def close(self) -> None:
         """See VideoSource. Reading ends with the packet in hand, or at its read timeout."""
@@ -107,6 +118,9 @@ class ContainerSource:
     def _open(self) -> InputContainer:
         import av
 
+        if self._opened is not None:
+            container, self._opened = self._opened, None
+            return container
         options = {"rtsp_transport": self._options.rtsp_transport} if self._target.startswith("rtsp") else {}
         timeout = (self._options.open_timeout_s, self._options.read_timeout_s) if self.is_live else None
         try:

@@ -37,12 +37,15 @@ __all__ = [
 IMAGE_SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 
 #: Addresses that pace themselves and are opened again when they break.
-LIVE_SCHEMES = frozenset({"rtsp", "rtsps", "rtmp", "http", "https", "udp", "tcp", "srt", "rtp"})
+LIVE_SCHEMES = frozenset({"rtsp", "rtsps", "rtmp", "udp", "tcp", "srt", "rtp"})
+
+#: Addresses behind which a recording or a live stream may be: they are looked at.
+WEB_SCHEMES = frozenset({"http", "https"})
 
 
 def open_source(text: str, options: SourceOptions | None = None) -> VideoSource:
-    """Return the source that ``text`` names. Files and folders are looked at now, cameras and addresses
-    are first contacted when ``frames`` is called.
+    """Return the source that ``text`` names. Files, folders and web addresses are looked at now; cameras and
+    streaming addresses are first contacted when ``frames`` is called.
 
     Args:
         text: a path of a video file, an image or a folder of images; a camera number ("0"); or an address
@@ -50,14 +53,16 @@ def open_source(text: str, options: SourceOptions | None = None) -> VideoSource:
         options: time limits, transport and reconnect rules.
 
     Raises:
-        SourceError: there is no such file, the folder holds no image, or a needed package is missing.
+        SourceError: there is no such file, the folder holds no image, the web address does not answer, or a
+            needed package is missing.
     """
     options = options or SourceOptions()
     scheme, separator, _ = text.partition("://")
-    if separator and scheme.lower() in LIVE_SCHEMES:
-        return ContainerSource(text, is_live=True, options=options)
+    if separator and scheme.lower() in LIVE_SCHEMES | WEB_SCHEMES:
+        is_live = True if scheme.lower() in LIVE_SCHEMES else None
+        return ContainerSource(text, is_live=is_live, options=options)
     if separator and scheme.lower() != "file":
-        known = ", ".join(sorted(LIVE_SCHEMES))
+        known = ", ".join(sorted(LIVE_SCHEMES | WEB_SCHEMES))
         raise SourceError(f"source {text}: addresses of kind {scheme}:// are not known (known: {known})")
     path = Path(text.partition("://")[2] if separator else text)
     if text.isdecimal() and not path.exists():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
 import itertools
 import subprocess
 import sys
@@ -150,6 +152,16 @@ def _write(path, data):
     return str(path)
 
 
+def _headless(path):
+    """A clip whose pictures are all zeros."""
+    data = bytearray(hr_video.clip("carphone_pristine").read_bytes())
+    start = data.index(b"mdat") + 4
+    data[start:] = bytes(len(data) - start) if data.index(b"moov") < start else data[start:]
+    end = data.index(b"moov") - 4 if data.index(b"moov") > start else len(data)
+    data[start:end] = bytes(end - start)
+    return _write(path, data)
+
+
 def _sound_only(path):
     with av.open(str(path), "w") as container:
         stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
@@ -169,6 +181,7 @@ def _sound_only(path):
         pytest.param(lambda p: "gopher://x", "gopher:// are not known", id="unknown-address"),
         pytest.param(lambda p: _write(p / "a.mp4", b""), "is not a video", id="empty-file"),
         pytest.param(lambda p: _write(p / "a.mp4", b"hello world" * 99), "is not a video", id="text"),
+        pytest.param(lambda p: _headless(p / "a.mp4"), "not one picture", id="no-picture"),
         pytest.param(lambda p: _sound_only(p / "a.wav"), "no video stream .it holds: audio", id="sound"),
         pytest.param(lambda p: "987", "no camera 987", id="no-camera"),
         pytest.param(lambda p: "rtsp://u:secret@127.0.0.1:1/x", "can't open rtsp://u:...@127", id="no-rtsp"),
@@ -201,6 +214,78 @@ def test_a_missing_package_names_the_remedy():
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
 
     assert done.stdout.count("pip install 'headrace[video]'") == 2, done.stderr
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    """/clip is a recording with a length; /live is a stream that breaks off without one."""
+
+    def do_GET(self):
+        data = self.server.data[self.path]
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").split("-")[0])
+        if self.path == "/clip.mp4":
+            self.send_response(206)
+            self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            data = data[start:]
+        else:
+            self.send_response(200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the reader may have had enough
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def web(tmp_path):
+    path = tmp_path / "live.ts"
+    with av.open(str(path), "w", format="mpegts") as out:
+        stream = out.add_stream("mpeg2video", rate=25)
+        stream.height, stream.width, stream.pix_fmt = 64, 96, "yuv420p"
+        for number in range(10):
+            frame = av.VideoFrame.from_ndarray(hr_video.noise(64, 96, number), "rgb24")
+            frame.pts = number
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.data = {
+        "/clip.mp4": hr_video.clip("carphone_pristine").read_bytes(),
+        "/live": path.read_bytes(),
+    }
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_a_recording_on_the_web_ends_and_is_paced(web):
+    source = open_source(f"{web}/clip.mp4")
+
+    assert not source.is_live
+    assert sum(1 for _ in source.frames()) == 120
+    assert source.counts.reconnect_count == 0
+
+
+def test_a_live_stream_on_the_web_is_opened_again_when_it_breaks(web):
+    source = open_source(f"{web}/live", SourceOptions(back_off_first_ms=1))
+    times = []
+
+    for frame in source.frames():
+        times.append(frame.pts_ns)
+        if source.counts.reconnect_count == 2:
+            source.close()
+
+    assert source.is_live
+    assert len(times) > 15
+    assert all(a < b for a, b in itertools.pairwise(times))
+
+
+def test_a_web_address_that_does_not_answer_is_told():
+    with pytest.raises(SourceError, match=r"can't open http://127\.0\.0\.1:1/x"):
+        open_source("http://127.0.0.1:1/x", SourceOptions(open_timeout_s=2))
 
 
 def test_a_live_source_is_opened_again_and_its_time_goes_on_rising():
