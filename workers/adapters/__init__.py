@@ -1,1 +1,10 @@
-"""See docs/architecture.md."""
+"""Adapters turn the rows of a model's outputs into the results of frames: values, tensors, or an error each.
+
+``load_adapter(name, options)`` gives one; ``adapter.process(outputs, placements)`` gives exactly one
+FrameResult per frame, in order, whatever happens to any of them.
+"""
+
+from headrace.workers.adapters.base import Adapter, AdapterError, RowResult
+from headrace.workers.adapters.registry import load_adapter
+
+__all__ = ["Adapter", "AdapterError", "RowResult", "load_adapter"]
