@@ -8,6 +8,7 @@ At the end the loop waits for the outcome of every frame it sent, so that nothin
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import numpy as np
 from headrace.clients.video.frames import Image, VideoFrame, VideoSource
 from headrace.clients.video.newest import NewestFrames
 from headrace.clients.video.pacing import Pacer, Subsampler, Timeline
-from headrace.errors import RequestTimeoutError
+from headrace.errors import NotDeliveredError, RequestTimeoutError
 from headrace.protocol.messages import Encoding, Keep
 
 #: How long one push may block before the loop looks whether it was asked to stop.
@@ -47,6 +48,8 @@ class ProducerCounts(Protocol):
 
     @property
     def unfinished(self) -> int: ...
+    @property
+    def finished(self) -> int: ...
 
 
 class FrameProducer(Protocol):
@@ -83,7 +86,8 @@ class PushOptions:
     """How to send a source. ``keep`` None means ``latest`` for a live source and ``all`` for a file.
 
     ``fps`` sends about that many frames a second, picked by their timestamps. ``max_seconds`` counts
-    from the first frame. The last outcomes are waited for as long as any come within ``stall_limit_s``.
+    from the first frame. The last outcomes are waited for as long as any come within ``stall_limit_s``, and
+    no longer than ``flush_timeout_s`` in all (None: no such limit).
     """
 
     stream: str
@@ -98,6 +102,7 @@ class PushOptions:
     max_frames: int | None = None
     max_seconds: float | None = None
     stall_limit_s: float = 30.0
+    flush_timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +153,7 @@ def push_source(
 
     Raises:
         SourceError: the source can't be read.
-        RequestTimeoutError: no outcome came for ``stall_limit_s`` although some were missing.
+        NotDeliveredError: outcomes were still missing when the wait for them ended.
     """
     tell = on_progress or (lambda _: None)
     loop = _PushLoop(source, producer, options, stop or threading.Event())
@@ -218,17 +223,24 @@ class _PushLoop:
 
     def wait_for_outcomes(self, tell: Callable[[PushReport], None]) -> None:
         """Wait until every frame has its outcome, telling the progress; give up when nothing moves."""
-        fewest, moved_s = self._producer.account.unfinished, time.monotonic()
+        start_s = moved_s = time.monotonic()
+        fewest = self._producer.account.unfinished
+        limit_s = math.inf if self._options.flush_timeout_s is None else self._options.flush_timeout_s
         while True:
             try:
-                self._producer.flush(FLUSH_SLICE_S)
+                self._producer.flush(min(FLUSH_SLICE_S, limit_s))
             except RequestTimeoutError:
                 now_s = time.monotonic()
-                unfinished = self._producer.account.unfinished
-                if unfinished < fewest:
-                    fewest, moved_s = unfinished, now_s
-                elif now_s - moved_s >= self._options.stall_limit_s:
-                    raise
+                account = self._producer.account
+                if account.unfinished < fewest:
+                    fewest, moved_s = account.unfinished, now_s
+                if now_s - moved_s >= self._options.stall_limit_s or now_s - start_s >= limit_s:
+                    raise NotDeliveredError(
+                        f"{account.unfinished} frames have no outcome {now_s - start_s:.1f} s after the last"
+                        f" frame of {self._options.stream}",
+                        unfinished=account.unfinished,
+                        delivered=account.finished,
+                    ) from None
                 self.update_report()
                 tell(self.report)
             else:

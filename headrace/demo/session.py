@@ -27,6 +27,7 @@ from headrace.clients.video.sources import open_source
 from headrace.demo.account import DemoAccount
 from headrace.demo.broker_status import account_of
 from headrace.demo.cameras import CAMERAS, Camera, clip_path
+from headrace.demo.caption import CaptionedSource
 from headrace.demo.live_table import DemoView, view_of
 from headrace.demo.tracker import AnalysedFrame, FrameTracker
 from headrace.errors import HeadraceError
@@ -130,7 +131,8 @@ class DemoSession:
             max_seconds=self._options.seconds,
             stall_limit_s=LAST_OUTCOMES_TIMEOUT_S,
         )
-        source = open_source(str(clip_path(camera)), SourceOptions(decode_threads=1))
+        clip = open_source(str(clip_path(camera)), SourceOptions(decode_threads=1))
+        source = CaptionedSource(clip, camera.stream.upper().replace("-", " "))
         with Producer(self._address, name=camera.stream) as producer:
             push_source(source, producer, options, on_sent=self._note_sent, stop=self._stop)
 

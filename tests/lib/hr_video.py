@@ -86,3 +86,7 @@ class FakeProducer:
     @property
     def account(self) -> FakeProducer:
         return self
+
+    @property
+    def finished(self) -> int:
+        return len(self.pushed) - self.unfinished

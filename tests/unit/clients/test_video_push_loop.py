@@ -11,7 +11,7 @@ import pytest
 
 from headrace.clients.video.push_loop import PushOptions, push_source
 from headrace.clients.video.sources import open_source
-from headrace.errors import RequestTimeoutError
+from headrace.errors import NotDeliveredError
 from headrace.protocol.messages import Encoding, Keep
 
 MS = hr_video.MS
@@ -131,11 +131,14 @@ def test_stop_ends_the_wait_for_a_frame_and_still_waits_for_outcomes(tmp_path):
     assert producer.flush_count == 1
 
 
-def test_outcomes_that_never_come_are_not_waited_for_without_end(uneven):
-    producer = hr_video.FakeProducer(unfinished=1, is_stuck=True)
+@pytest.mark.parametrize("limit", [{"stall_limit_s": 0}, {"flush_timeout_s": 0.01}], ids=str)
+def test_outcomes_that_never_come_are_not_waited_for_without_end(uneven, limit):
+    producer = hr_video.FakeProducer(unfinished=2, is_stuck=True)
 
-    with pytest.raises(RequestTimeoutError):
-        push_source(open_source(str(uneven)), producer, PushOptions("cam", is_fast=True, stall_limit_s=0))
+    with pytest.raises(NotDeliveredError, match="2 frames have no outcome") as caught:
+        push_source(open_source(str(uneven)), producer, PushOptions("cam", is_fast=True, **limit))
+
+    assert (caught.value.unfinished, caught.value.delivered) == (2, 4)
 
 
 @pytest.mark.parametrize(("encoding", "tolerance"), [(Encoding.PNG, 0), (Encoding.JPEG, 12)])
