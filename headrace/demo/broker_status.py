@@ -45,8 +45,8 @@ def class_rows(status: Mapping[str, Value]) -> tuple[ClassRow, ...]:
     """Return one row per size class of every model, in the broker's order."""
     return tuple(
         ClassRow(
-            name=_text(entry, "size_class") or _text(entry, "name"),
-            queued=_queued(entry),
+            name=_text(entry, "size_class"),
+            queued=int(_number(entry, "waiting")),
             batches=int(_number(entry, "batches")),
             mean_batch=_number(entry, "mean_batch"),
             padding_waste=_number(entry, "padding_waste"),
@@ -59,30 +59,19 @@ def worker_rows(status: Mapping[str, Value]) -> tuple[WorkerRow, ...]:
     """Return one row per worker the broker knows."""
     return tuple(
         WorkerRow(
-            worker=_text(entry, "worker") or _text(entry, "id"),
+            worker=_text(entry, "id"),
             device=_text(entry, "device"),
             state=_text(entry, "state"),
             in_flight=int(_number(entry, "in_flight")),
             frames=int(_number(entry, "frames")),
-            load=_number(entry, "busy"),
+            load=_number(entry, "busy_share"),
         )
         for entry in _entries(status.get("workers"))
     )
 
 
 def _entries(value: Value) -> list[Mapping[str, Value]]:
-    if isinstance(value, dict):
-        return [{"id": name, "name": name, **_map(entry)} for name, entry in value.items()]
     return [_map(entry) for entry in value] if isinstance(value, list) else []
-
-
-def _queued(entry: Mapping[str, Value]) -> int:
-    """Waiting frames of a class: a number, or one per priority."""
-    queued = entry.get("queued")
-    if isinstance(queued, int):
-        return queued
-    parts = list(queued.values()) if isinstance(queued, dict) else queued
-    return sum(part for part in parts if isinstance(part, int)) if isinstance(parts, list) else 0
 
 
 def _map(value: Value) -> Mapping[str, Value]:

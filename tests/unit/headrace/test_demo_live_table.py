@@ -17,8 +17,12 @@ MS = 1_000_000
 SIZES = {"camera-1": "176x144", "camera-2": "640x272"}
 STATUS = {
     "account": {"accepted": 9, "ok": 9},
-    "classes": {"text/small": {"queued": [2, 1], "batches": 4, "mean_batch": 1.5, "padding_waste": 0.175}},
-    "workers": {"w-1": {"device": "cpu", "state": "ready", "in_flight": 1, "frames": 6, "busy": 0.42}},
+    "classes": [
+        {"size_class": "small", "waiting": 3, "batches": 4, "mean_batch": 1.5, "padding_waste": 0.175}
+    ],
+    "workers": [
+        {"id": "w-1", "device": "cpu", "state": "ready", "in_flight": 1, "frames": 6, "busy_share": 0.42}
+    ],
 }
 
 
@@ -47,7 +51,7 @@ def test_the_line_names_streams_classes_and_workers():
     line = line_of(view())
 
     assert line.startswith("  6.0 s of 12 | camera-1 1.0 fps 40 ms 3 boxes; camera-2 0.0 fps - 0 boxes |")
-    assert "text/small 3 queued, batch 1.5" in line
+    assert "small 3 queued, batch 1.5" in line
     assert line.endswith("w-1 42% busy")
 
 
@@ -57,13 +61,13 @@ def test_the_table_shows_every_row():
     console.print(table_of(view()))
 
     text = console.file.getvalue()
-    for word in ("camera-1", "camera-2", "640x272", "40 ms", "text/small", "18%", "1.50", "w-1", "42%"):
+    for word in ("camera-1", "camera-2", "640x272", "40 ms", "small", "18%", "1.50", "w-1", "42%"):
         assert word in text
 
 
 @pytest.mark.parametrize(
     "status",
-    [{}, {"classes": None, "workers": 3, "account": "x"}, {"classes": {"a": None}, "workers": [None]}],
+    [{}, {"classes": None, "workers": 3, "account": "x"}, {"classes": [None, 1], "workers": [None]}],
     ids=["empty", "wrong-types", "wrong-entries"],
 )
 def test_a_status_of_another_release_breaks_nothing(status):

@@ -15,8 +15,8 @@ from headrace.protocol.messages import Outcome, Status
 
 BROKER = {"accepted": 1, "ok": 1}
 STATUS = {
-    "classes": {"text/small": {"batches": 1, "mean_batch": 1.0, "padding_waste": 0.17}},
-    "workers": {"w": {"device": "cpu", "frames": 1, "busy": 0.5}},
+    "classes": [{"size_class": "small", "batches": 1, "mean_batch": 1.0, "padding_waste": 0.17}],
+    "workers": [{"id": "w", "device": "cpu", "frames": 1, "busy_share": 0.5}],
 }
 
 
@@ -35,7 +35,7 @@ def test_the_json_has_the_keys_that_scripts_read():
     assert values["frames_sent"] == values["accepted"] == 1
     assert values["outcomes"] == {"ok": 1, "error": 0, "expired": 0, "superseded": 0, "rejected": 0}
     assert values["streams"] == {"a": {"sent": 1, "outcomes": {"ok": 1}, "boxes": 1}}
-    assert values["size_classes"] == {"text/small": {"batches": 1, "mean_batch": 1.0, "padding_waste": 0.17}}
+    assert values["size_classes"] == {"small": {"batches": 1, "mean_batch": 1.0, "padding_waste": 0.17}}
     assert values["workers"] == [{"worker": "w", "device": "cpu", "frames": 1, "load": 0.5}]
     assert values["latency_ms"] == {"p50": 25.0, "p99": 25.0}
     assert values["device"] == "cpu"
