@@ -76,6 +76,7 @@ class RefusePeer:
     peer: bytes
     code: str
     message: str
+    is_worker: bool = False  # it came in on the workers socket
 
 
 @dataclass(frozen=True, slots=True)

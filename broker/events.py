@@ -37,9 +37,14 @@ class ProducerLeft:
 
 @dataclass(frozen=True, slots=True)
 class PeerHeard:
-    """Any message from a peer that is not an event of its own (heartbeat, control request)."""
+    """Any message from a peer that is not an event of its own (heartbeat, control request).
+
+    ``is_heartbeat`` says that it was one: only a worker or a producer that believes to be in a session
+    sends those, so the core answers an unknown one with RefusePeer and it introduces itself again."""
 
     peer: bytes
+    is_heartbeat: bool = False
+    is_worker: bool = False  # it came in on the workers socket
 
 
 @dataclass(frozen=True, slots=True)

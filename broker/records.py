@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from headrace.errors import Code
-from headrace.protocol.messages import Frame
+from headrace.protocol.messages import Frame, FrameResult, Status
 
 
 class FrameState(Enum):
@@ -18,10 +17,26 @@ class FrameState(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """How an admitted frame ended, kept from then until its turn in the stream has come. ``staged_us`` and
+    ``ran_us`` are durations as the worker measured them; ``batch_size`` is 0 when no batch ended it."""
+
+    status: Status
+    code: str = ""
+    message: str = ""
+    worker: str = ""
+    batch_size: int = 0
+    staged_us: int = 0
+    ran_us: int = 0
+    result: FrameResult | None = None
+
+
 @dataclass(slots=True, eq=False)
 class FrameRecord:
-    """One admitted frame. ``frame`` always has seq and epoch set. ``number`` is its broker-wide admission
-    number, ascending. ``is_suspect`` frames were with a worker when it was lost: they run alone."""
+    """One admitted frame. ``frame`` always has seq and epoch set (and equal to the record's). ``number`` is
+    its broker-wide admission number, ascending. ``is_suspect`` frames were with a worker when it was lost:
+    they run alone."""
 
     number: int
     frame: Frame
@@ -38,6 +53,10 @@ class FrameRecord:
     lost_with: int = 0  # workers that were lost while they had it
     is_suspect: bool = False
     batched_ns: int | None = None
+    epoch: int = 0
+    seq: int = 0
+    session: int = 0  # number of the producer session that is credited for it; 0 = none
+    end: End | None = None  # set exactly when state is FINISHED
     # The queue's own: written by queues.ClassQueue alone.
     order: tuple[int, int, int] = (0, 0, 0)
     waits_from_ns: int = 0
@@ -46,8 +65,8 @@ class FrameRecord:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a frame is not admitted. ``retry_after_ms`` is set when waiting can help."""
+    """Why a frame is not admitted: a ``Code``, and ``retry_after_ms`` when waiting can help."""
 
-    code: Code
+    code: str
     message: str
     retry_after_ms: int | None = None

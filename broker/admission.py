@@ -1,0 +1,410 @@
+"""Whether a frame is admitted, and what is said about it when it is not.
+
+Not here: what happens to an admitted frame (queues.py, dispatch.py, outcomes.py).
+
+Theory of operation. Every frame that arrives is first named: a frame without epoch gets that of its
+sender's session or the broker's own boot id, one without seq the next number of its stream and epoch. A
+name that is known is a frame sent again: it changes nothing but who is told of its end. Then one table of
+checks, cheapest and most final first; the first that fails refuses the frame with a code and a sentence
+that holds value and limit. A refused frame is finished: it is published, told to its sender, remembered,
+and changes nothing else.
+
+A check whether the frame will make its deadline, from the cost table, belongs at the end of
+``_check_room``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headrace.broker.actions import Action, SendReject
+from headrace.broker.model_table import ModelTable, ServedClass
+from headrace.broker.outcomes import OutcomeLog, RefusedFrame
+from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
+from headrace.broker.records import End, FrameRecord, Refusal
+from headrace.broker.settings import CoreSettings
+from headrace.broker.stream_table import EpochHistory, Stream, StreamTable
+from headrace.broker.trace import Story
+from headrace.errors import Code
+from headrace.protocol.messages import BadFrame, Frame, Keep, Reject, ShmRef, Status
+
+#: retry_after_ms is kept between these: sooner only adds load, later only adds latency.
+MIN_RETRY_MS = 10
+MAX_RETRY_MS = 10_000
+
+#: retry_after_ms before any batch of the class was done.
+UNKNOWN_RETRY_MS = 1_000
+
+#: Highest seq on the wire (u64).
+_MAX_SEQ = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Who sent a frame, and the name it goes by."""
+
+    peer: bytes | None
+    session: ProducerSession | None
+    stream: Stream
+    epoch: int
+    seq: int
+    now_ns: int
+
+
+class Admission:
+    """The way in. Invariant: after admit(), the frame is admitted, refused or known, and counted as that."""
+
+    def __init__(
+        self,
+        boot: int,
+        settings: CoreSettings,
+        models: ModelTable,
+        streams: StreamTable,
+        producers: ProducerRegistry,
+        outcomes: OutcomeLog,
+        story: Story,
+    ) -> None:
+        self._boot = boot
+        self._settings = settings
+        self._silence_ns = settings.heartbeat_ms * settings.heartbeats_missed * 1_000_000
+        self._models = models
+        self._streams = streams
+        self._producers = producers
+        self._outcomes = outcomes
+        self._story = story
+        self._last_number = 0
+        self.is_draining = False
+
+    def admit(self, peer: bytes | None, frame: Frame | BadFrame, now_ns: int, actions: list[Action]) -> None:
+        """Take one frame in, or refuse it."""
+        self._outcomes.account.received += 1
+        session = None if peer is None else self._producers.by_peer.get(peer)
+        if session is not None:
+            session.received += 1
+            session.pulse.last_heard_ns = now_ns
+        name = frame.stream
+        if not name:
+            self._refuse_unnamed(peer, session, frame, actions)
+            return
+        epoch = frame.epoch
+        if epoch is None:
+            epoch = self._boot if session is None else session.epoch
+        stream, evicted = self._streams.open(name, now_ns)
+        if evicted is not None:
+            self.forget(evicted)
+        if stream is None:
+            refusal = Refusal(
+                Code.TOO_MANY_STREAMS,
+                f"{len(self._streams)} streams are in use: the limit (max_streams) is reached",
+                self._settings.heartbeat_ms,
+            )
+            refused = RefusedFrame(frame, epoch, frame.seq or 0, refusal)
+            self._refuse(peer, session, name, None, refused, actions)
+            return
+        history = stream.history(epoch)
+        seq = frame.seq
+        if seq is None:
+            seq = min(history.last_seq + 1, _MAX_SEQ)
+        arrival = _Arrival(peer, session, stream, epoch, seq, now_ns)
+        if frame.seq is not None and seq <= history.last_seq and self._is_known(arrival, history, actions):
+            return
+        if isinstance(frame, BadFrame):
+            refusal = Refusal(frame.code, frame.message)
+        else:
+            verdict = self._judge(arrival, frame, history)
+            if isinstance(verdict, ServedClass):
+                history.note(seq, self._settings.duplicate_window)
+                self._enter(arrival, frame, verdict, actions)
+                return
+            refusal = verdict
+        self._remember_refusal(arrival, history, refusal)
+        refused = RefusedFrame(frame, epoch, seq, refusal)
+        self._refuse(peer, session, name, stream, refused, actions)
+
+    def forget(self, stream: Stream) -> None:
+        """Drop what the other tables hold of a stream that left the stream table."""
+        self._outcomes.forget(stream)
+        owner = None if stream.owner_peer is None else self._producers.by_peer.get(stream.owner_peer)
+        if owner is not None:
+            owner.streams.pop(stream.name, None)
+
+    # -- frames sent again --------------------------------------------------------------------------
+
+    def _is_known(self, arrival: _Arrival, history: EpochHistory, actions: list[Action]) -> bool:
+        """Deal with a frame that was sent before. False when it is new (its seq goes backwards)."""
+        stream, session, seq = arrival.stream, arrival.session, arrival.seq
+        record = stream.unfinished.get((arrival.epoch, seq))
+        refusal = history.rejects.get(seq)
+        if record is not None:
+            self._take_over(record, arrival)
+        elif refusal is not None:
+            if arrival.peer is not None:
+                reject = _reject_of(stream.name, arrival.epoch, seq, refusal)
+                actions.append(SendReject(arrival.peer, reject))
+            if session is not None:
+                self._producers.conclude(session, None)
+        elif not history.has_seen(seq):
+            return False
+        elif session is not None:
+            session.moved[stream.name] = history.released_seq
+            self._producers.conclude(session, None)
+        self._outcomes.account.duplicates += 1
+        return True
+
+    def _take_over(self, record: FrameRecord, arrival: _Arrival) -> None:
+        """An unfinished frame was sent again: its end is told to the new session."""
+        session = arrival.session
+        if session is None:
+            return
+        if record.session == session.number:
+            # Twice in one session: the copy is concluded, the frame itself will be.
+            self._producers.conclude(session, None)
+            return
+        record.peer = session.peer
+        record.session = session.number
+        session.taken_over_count += 1
+        if arrival.stream.owner_epoch == arrival.epoch:
+            self._own(arrival)
+
+    # -- refusals -----------------------------------------------------------------------------------
+
+    def _refuse_unnamed(
+        self,
+        peer: bytes | None,
+        session: ProducerSession | None,
+        frame: BadFrame | Frame,
+        actions: list[Action],
+    ) -> None:
+        bad = frame if isinstance(frame, BadFrame) else BadFrame(Code.BAD_STREAM, "the stream id is empty")
+        self._outcomes.count_reject(bad.code)
+        if peer is not None:
+            reject = Reject(str(bad.code), bad.message, None, frame.epoch, frame.seq)
+            actions.append(SendReject(peer, reject))
+        if session is not None:
+            self._producers.conclude(session, Status.REJECTED)
+
+    def _remember_refusal(self, arrival: _Arrival, history: EpochHistory, refusal: Refusal) -> None:
+        # A producer never sends more again than it may have unfinished: that many are remembered.
+        history.note_reject(arrival.seq, refusal, self._settings.credits_per_producer)
+        if arrival.seq > history.last_seq:
+            history.note(arrival.seq, self._settings.duplicate_window)
+        if not arrival.stream.order:
+            self._streams.mark_idle(arrival.stream, arrival.now_ns)
+
+    def _refuse(
+        self,
+        peer: bytes | None,
+        session: ProducerSession | None,
+        name: str,
+        stream: Stream | None,
+        refused: RefusedFrame,
+        actions: list[Action],
+    ) -> None:
+        self._outcomes.publish_reject(name, stream, refused, actions)
+        if peer is not None:
+            reject = _reject_of(name, refused.epoch, refused.seq, refused.refusal)
+            actions.append(SendReject(peer, reject))
+        if session is not None:
+            self._producers.conclude(session, Status.REJECTED)
+
+    # -- checks -------------------------------------------------------------------------------------
+
+    def _judge(self, arrival: _Arrival, frame: Frame, history: EpochHistory) -> ServedClass | Refusal:
+        if self.is_draining:
+            return Refusal(Code.DRAINING, "the broker is stopping: it admits nothing more")
+        refusal = self._check_sender(arrival, history)
+        if refusal is not None:
+            return refusal
+        place = self._find_place(frame)
+        if isinstance(place, Refusal):
+            return place
+        return self._check_room(arrival, frame, place) or place
+
+    def _check_sender(self, arrival: _Arrival, history: EpochHistory) -> Refusal | None:
+        session, stream = arrival.session, arrival.stream
+        if session is not None:
+            unfinished = session.received - session.finished
+            if unfinished > self._settings.credits_per_producer:
+                return Refusal(
+                    Code.CREDIT_EXCEEDED,
+                    f"{unfinished} frames of this producer are unfinished:"
+                    f" it has {self._settings.credits_per_producer} credits",
+                    MIN_RETRY_MS,
+                )
+        if stream.owner_epoch is not None and stream.owner_epoch != arrival.epoch:
+            retry_ms = self._owned_for_ms(stream, arrival.now_ns)
+            if retry_ms is not None:
+                return Refusal(
+                    Code.STREAM_OWNED,
+                    f"stream {stream.name} belongs to the producer of epoch {stream.owner_epoch},"
+                    f" not to epoch {arrival.epoch}",
+                    retry_ms,
+                )
+        if arrival.seq <= history.last_seq:
+            return Refusal(
+                Code.SEQ_BACKWARDS,
+                f"seq {arrival.seq} of stream {stream.name} after seq {history.last_seq}",
+            )
+        return None
+
+    def _owned_for_ms(self, stream: Stream, now_ns: int) -> int | None:
+        """Return for how long at least the owner keeps the stream, None when it has lost it."""
+        if stream.owner_peer is not None and stream.owner_peer in self._producers.by_peer:
+            return self._silence_ns // 1_000_000
+        left_ns = stream.last_frame_ns + self._silence_ns - now_ns
+        return -(-left_ns // 1_000_000) if left_ns > 0 else None
+
+    def _find_place(self, frame: Frame) -> ServedClass | Refusal:
+        limits = self._settings.limits
+        if not 0 <= frame.priority < limits.priority_levels:
+            return Refusal(
+                Code.OUT_OF_RANGE,
+                f"priority is {frame.priority}: expected 0 to {limits.priority_levels - 1}",
+            )
+        largest = min(limits.max_frame_bytes, self._settings.max_bytes)
+        if frame.nbytes > largest:
+            return Refusal(Code.FRAME_TOO_LARGE, f"{frame.nbytes} bytes: the limit is {largest}")
+        if isinstance(frame.payload, ShmRef):
+            return Refusal(Code.LANE_UNAVAILABLE, "shared memory is not available here: send inline")
+        model = self._models.find(frame.model)
+        if model is None:
+            return Refusal(
+                Code.UNKNOWN_MODEL,
+                f"model {frame.model or '(default)'} is not served here ({self._models.references()})",
+            )
+        if model.placer is None:
+            return Refusal(
+                Code.UNKNOWN_MODEL,
+                f"model {model.key}: no worker has described it yet",
+                UNKNOWN_RETRY_MS,
+            )
+        place = model.placer.place(frame)
+        return place if isinstance(place, Refusal) else model.classes[place.name]
+
+    def _check_room(self, arrival: _Arrival, frame: Frame, served: ServedClass) -> Refusal | None:
+        """Check every bound, as if the waiting frame that this one supersedes were gone already."""
+        settings, stream = self._settings, arrival.stream
+        old = stream.latest if frame.keep is Keep.LATEST else None
+        is_same_class = old is not None and _class_key(old) == _served_key(served)
+        unfinished = len(stream.order)
+        if unfinished >= settings.max_unfinished_per_stream:
+            return Refusal(
+                Code.STREAM_QUEUE_FULL,
+                f"stream {stream.name} has {unfinished} unfinished frames, the limit"
+                " (max_unfinished_per_stream)",
+                _retry_ms(served),
+            )
+        waiting = served.queue.stream_count(stream.name) - is_same_class
+        if waiting >= settings.max_queued_per_stream:
+            return Refusal(
+                Code.STREAM_QUEUE_FULL,
+                f"{waiting} frames of stream {stream.name} wait in size class {served.spec.name}, the limit"
+                " (max_queued_per_stream)",
+                _retry_ms(served),
+            )
+        queued = served.waiting_count - is_same_class
+        if 0 < served.max_queue_size <= queued:
+            return Refusal(
+                Code.QUEUE_FULL,
+                f"{queued} frames wait in size class {served.spec.name} of {served.model}, the limit"
+                " (max_queue_size)",
+                _retry_ms(served),
+            )
+        used = self._outcomes.unfinished_bytes - (0 if old is None else old.nbytes)
+        if used + frame.nbytes > settings.max_bytes:
+            return Refusal(
+                Code.BYTES_FULL,
+                f"{used} bytes of unfinished frames and {frame.nbytes} more exceed the limit"
+                f" {settings.max_bytes} (max_bytes)",
+                _retry_ms(served),
+            )
+        return None
+
+    # -- in -----------------------------------------------------------------------------------------
+
+    def _enter(self, arrival: _Arrival, frame: Frame, served: ServedClass, actions: list[Action]) -> None:
+        stream, now_ns = arrival.stream, arrival.now_ns
+        if frame.seq is None or frame.epoch is None:
+            frame = replace(frame, seq=arrival.seq, epoch=arrival.epoch)
+        ttl_ms = self._settings.default_timeout_ms if frame.ttl_ms is None else frame.ttl_ms
+        self._last_number += 1
+        record = FrameRecord(
+            number=self._last_number,
+            frame=frame,
+            peer=arrival.peer,
+            model=served.model,
+            version=served.version,
+            size_class=served.spec.name,
+            priority=frame.priority,
+            received_ns=now_ns,
+            deadline_ns=None if ttl_ms is None else now_ns + ttl_ms * 1_000_000,
+            nbytes=frame.nbytes,
+            epoch=arrival.epoch,
+            seq=arrival.seq,
+            session=0 if arrival.session is None else arrival.session.number,
+        )
+        self._own(arrival)
+        stream.last_frame_ns = now_ns
+        self._outcomes.begin(stream, record)
+        self._story.note(now_ns, record, "queued", served.spec.name)
+        if frame.keep is Keep.LATEST:
+            self._push_latest(stream, record, served, now_ns, actions)
+        else:
+            served.queue.push(record, now_ns)
+
+    def _push_latest(
+        self,
+        stream: Stream,
+        record: FrameRecord,
+        served: ServedClass,
+        now_ns: int,
+        actions: list[Action],
+    ) -> None:
+        old = stream.latest
+        stream.latest = record
+        if old is None:
+            served.queue.push(record, now_ns)
+            return
+        if _class_key(old) == _served_key(served) and old.priority == record.priority:
+            served.queue.replace(old, record, now_ns)
+            waited_in = served
+        else:
+            waited_in = self._models.class_of(old)
+            waited_in.queue.remove(old)
+            served.queue.push(record, now_ns)
+        waited_in.superseded_count += 1
+        message = f"seq {record.seq} of the same stream came while it waited"
+        end = End(Status.SUPERSEDED, Code.NEWER_FRAME, message)
+        self._outcomes.finish(old, end, now_ns, actions)
+
+    def _own(self, arrival: _Arrival) -> None:
+        stream, session = arrival.stream, arrival.session
+        if stream.owner_peer == arrival.peer and stream.owner_epoch == arrival.epoch:
+            return
+        if stream.owner_peer is not None:
+            before = self._producers.by_peer.get(stream.owner_peer)
+            if before is not None:
+                before.streams.pop(stream.name, None)
+        stream.owner_peer = arrival.peer
+        stream.owner_epoch = arrival.epoch
+        if session is not None:
+            session.streams[stream.name] = None
+
+
+def _class_key(record: FrameRecord) -> tuple[str, str, str]:
+    return record.model, record.version, record.size_class
+
+
+def _served_key(served: ServedClass) -> tuple[str, str, str]:
+    return served.model, served.version, served.spec.name
+
+
+def _retry_ms(served: ServedClass) -> int:
+    """Return when room is likely: after the next batch of the class."""
+    if served.turnaround_ns == 0:
+        return UNKNOWN_RETRY_MS
+    return min(max(served.turnaround_ns // 1_000_000, MIN_RETRY_MS), MAX_RETRY_MS)
+
+
+def _reject_of(name: str, epoch: int, seq: int, refusal: Refusal) -> Reject:
+    return Reject(str(refusal.code), refusal.message, name, epoch, seq, refusal.retry_after_ms)

@@ -1,0 +1,258 @@
+"""Which size class is served next, and by which worker.
+
+Not here: when a batch is full enough (batching.py), which frames are in it (queues.py), what becomes of it
+later (core.py).
+
+Theory of operation. Once per turn, after all input, the dispatcher repeats until nothing moves: of all size
+classes that have something to send and a worker to send it to, serve the most urgent one.
+
+Which worker: an idle one, the fastest of them; else, for a full batch only (the policies see to that), the
+busy one with a free slot that would finish it first. An idle worker is passed over when it is so slow that
+all that waits would be finished sooner by waiting for a faster one: between a 10 ms and a 200 ms worker,
+the slow one gets work only when the fast one can't keep up. A worker that is far overdue with a batch is
+not trusted with a second.
+
+Suspects (frames that were with a worker when it was lost) run alone: one to a batch, on a worker that holds
+nothing else and gets nothing else meanwhile, so that the next loss names the guilty frame. When no worker
+is idle, the one that will be first is reserved for them; the others go on with everybody else's frames.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headrace.broker.actions import Action, SendBatch
+from headrace.broker.batching import ClassView, CloseNow
+from headrace.broker.costs import CostTable
+from headrace.broker.inflight import Ledger
+from headrace.broker.model_table import ModelTable, ServedClass
+from headrace.broker.records import FrameRecord, FrameState
+from headrace.broker.size_class import padding_waste
+from headrace.broker.stream_table import StreamTable
+from headrace.broker.trace import Story
+from headrace.broker.worker_pool import ClassPool, WorkerPools
+from headrace.broker.worker_registry import Worker
+from headrace.protocol.messages import Batch
+
+#: A worker is overdue when its batches took this many times the predicted time of the last one longer ...
+OVERDUE_FACTOR = 3
+
+#: ... but never before this has passed: below it, scheduling and transport noise decide.
+OVERDUE_MIN_NS = 50_000_000
+
+#: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
+#: predictions leaves none of them idle.
+WAIT_SHARE = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``."""
+
+    pool: ClassPool
+    worker: Worker
+    count: int
+    is_alone: bool = False
+
+
+class Dispatcher:
+    """Sends batches. Invariants: slots are never exceeded; a batch holds frames of one class, at most the
+    class's and the worker's limit."""
+
+    def __init__(
+        self,
+        models: ModelTable,
+        costs: CostTable,
+        ledger: Ledger,
+        streams: StreamTable,
+        story: Story,
+    ) -> None:
+        self._models = models
+        self._costs = costs
+        self._ledger = ledger
+        self._streams = streams
+        self._story = story
+        self.pools = WorkerPools()
+        self.look_again_ns: int | None = None
+
+    def run(self, now_ns: int, actions: list[Action]) -> None:
+        """Send everything that is to be sent now; leave in ``look_again_ns`` when to ask again."""
+        self.look_again_ns = None
+        while True:
+            while (choice := self._most_urgent(now_ns)) is not None:
+                self._send(choice, now_ns, actions)
+            if not self._end_reservations():
+                return
+
+    def _end_reservations(self) -> bool:
+        """Give workers back that were reserved for suspects of which none wait any more."""
+        has_ended = False
+        for served in self._models.classes:
+            reserved = self.pools.of(served).reserved
+            if reserved is not None and not served.suspects:
+                self.pools.unreserve(reserved)
+                self.pools.touch(reserved)
+                has_ended = True
+        return has_ended
+
+    def _most_urgent(self, now_ns: int) -> _Choice | None:
+        best: _Choice | None = None
+        best_urgency = (0, 0, 0)
+        for served in self._models.classes:
+            if served.suspects:
+                choice = self._choose_suspect(served, now_ns)
+                if choice is not None:
+                    return choice
+            if not served.queue:
+                continue
+            choice = self._choose(served, now_ns)
+            if choice is None:
+                continue
+            urgency = served.queue.urgency(now_ns)
+            if best is None or urgency < best_urgency:
+                best, best_urgency = choice, urgency
+        return best
+
+    # -- suspects -----------------------------------------------------------------------------------
+
+    def _choose_suspect(self, served: ServedClass, now_ns: int) -> _Choice | None:
+        pool = self.pools.of(served)
+        worker = pool.best_idle()
+        if worker is None and pool.reserved is not None and not pool.reserved.in_flight:
+            worker = pool.reserved
+        if worker is not None:
+            return _Choice(pool, worker, 1, is_alone=True)
+        reserved = pool.reserved
+        if reserved is not None and now_ns >= reserved.overdue_ns:
+            # It may hang for ever: the suspects must not wait for that.
+            self.pools.unreserve(reserved)
+            self.pools.touch(reserved)
+            reserved = None
+        if reserved is None:
+            reserved = pool.first_busy(now_ns)
+            if reserved is None:
+                return None
+            self.pools.reserve(pool, reserved)
+        self._look_again(reserved.overdue_ns, now_ns)
+        return None
+
+    # -- everybody else -----------------------------------------------------------------------------
+
+    def _choose(self, served: ServedClass, now_ns: int) -> _Choice | None:
+        pool = self.pools.of(served)
+        idle = pool.best_idle()
+        opened = pool.best_open(now_ns)
+        candidate = idle or opened
+        if candidate is None:
+            return None
+        if served.queue.has_exact:
+            return self._choose_exact(pool, idle, opened, now_ns)
+        if idle is not None and self._is_waiting_sooner(pool, idle, now_ns):
+            candidate, idle = opened, None
+            if candidate is None:
+                return None
+        max_batch_size = pool.service(candidate).max_batch_size
+        oldest_ns = served.queue.oldest_ns()
+        view = ClassView(
+            waiting_count=len(served.queue),
+            oldest_ns=now_ns if oldest_ns is None else oldest_ns,
+            max_batch_size=max_batch_size,
+            has_idle_worker=idle is not None,
+            has_free_slot=True,
+            next_idle_ns=None if opened is None else opened.busy_until_ns,
+        )
+        decision = served.policy.decide(view, now_ns)
+        if isinstance(decision, CloseNow):
+            return _Choice(pool, candidate, min(decision.count, max_batch_size))
+        self._look_again(decision.at_ns, now_ns)
+        return None
+
+    def _choose_exact(
+        self, pool: ClassPool, idle: Worker | None, opened: Worker | None, now_ns: int
+    ) -> _Choice:
+        queue = pool.served.queue
+        workers = [worker for worker in (idle, opened) if worker is not None]
+        while True:
+            size = queue.exact_size()
+            for worker in workers:
+                if pool.service(worker).max_batch_size >= size:
+                    return _Choice(pool, worker, size)
+            # Half of a failed batch that none of the free workers can hold whole: smaller parts find the
+            # guilty frame as well.
+            records = queue.take(size, now_ns)
+            part = pool.service(workers[0]).max_batch_size
+            for start in range(0, size, part):
+                queue.push_exact(records[start : start + part])
+
+    def _is_waiting_sooner(self, pool: ClassPool, idle: Worker, now_ns: int) -> bool:
+        """True when a busy worker is predicted to finish all that waits before this idle one would finish a
+        first batch."""
+        busy = pool.first_busy(now_ns)
+        if busy is None:
+            return False
+        service = pool.service(busy)
+        batches_count = -(-len(pool.served.queue) // service.max_batch_size)
+        rounds = -(-batches_count // len(pool.workers))
+        busy_finish_ns = max(busy.busy_until_ns, now_ns) + rounds * service.cost_ns
+        if busy_finish_ns - now_ns >= WAIT_SHARE * pool.service(idle).cost_ns:
+            return False
+        # If the fast one turns out to hang, the slow one must not wait for it.
+        self._look_again(busy.overdue_ns, now_ns)
+        return True
+
+    def _look_again(self, at_ns: int | None, now_ns: int) -> None:
+        # A time that has come already asks for nothing: only an event can change the answer.
+        if at_ns is not None and at_ns > now_ns:
+            self.look_again_ns = at_ns if self.look_again_ns is None else min(self.look_again_ns, at_ns)
+
+    # -- sending ------------------------------------------------------------------------------------
+
+    def _send(self, choice: _Choice, now_ns: int, actions: list[Action]) -> None:
+        pool, worker = choice.pool, choice.worker
+        served = pool.served
+        records = [served.suspects.pop()] if choice.is_alone else served.queue.take(choice.count, now_ns)
+        predicted_ns = self._costs.predict_ns(
+            worker.id, served.model, served.version, served.spec.name, len(records)
+        )
+        batch = self._ledger.open(worker, served, records, now_ns, predicted_ns, is_alone=choice.is_alone)
+        served.batches_count += 1
+        served.frames_count += len(records)
+        worker.batches_count += 1
+        worker.frames_count += len(records)
+        worker.is_alone = choice.is_alone
+        where = f"{batch.batch} at {worker.id}"
+        for record in records:
+            self._mark_sent(record, served, now_ns, where)
+        worker.busy_until_ns = max(worker.busy_until_ns, now_ns) + predicted_ns
+        worker.overdue_ns = worker.busy_until_ns + max(OVERDUE_FACTOR * predicted_ns, OVERDUE_MIN_NS)
+        self.pools.touch(worker)
+        frames = tuple(record.frame for record in records)
+        message = Batch(batch.batch, served.model, served.version, served.spec.name, frames)
+        actions.append(SendBatch(worker.peer, message))
+
+    def _mark_sent(self, record: FrameRecord, served: ServedClass, now_ns: int, where: str) -> None:
+        record.state = FrameState.IN_FLIGHT
+        record.attempt += 1
+        record.batched_ns = now_ns
+        served.waste_sum += padding_waste(record.frame.shape, served.spec)
+        stream = self._streams.by_name[record.frame.stream]
+        if stream.latest is record:
+            stream.latest = None
+        self._story.note(now_ns, record, "batch", where)
+
+    def settle(self, worker: Worker, now_ns: int) -> None:
+        """A batch of the worker is over: predict anew when it will be idle."""
+        worker.is_alone = False
+        left_ns = sum(batch.predicted_ns for batch in worker.in_flight.values())
+        worker.busy_until_ns = now_ns + left_ns
+        worker.overdue_ns = worker.busy_until_ns + max(OVERDUE_FACTOR * left_ns, OVERDUE_MIN_NS)
+        self.pools.touch(worker)
+
+    def learn(self, worker: Worker, served: ServedClass, count: int, ran_ns: int) -> None:
+        """Take a measured run into the predictions."""
+        self._costs.observe(worker.id, served.model, served.version, served.spec.name, count, ran_ns)
+        service = worker.services.get(served.index)
+        if service is not None:
+            service.cost_ns = self._costs.predict_ns(
+                worker.id, served.model, served.version, served.spec.name, service.max_batch_size
+            )

@@ -1,0 +1,126 @@
+"""The ledger of batches that workers hold, and the line of frames that must run alone.
+
+Not here: what becomes of a frame whose worker is lost (core.py), where a batch goes (dispatch.py).
+
+A batch is in the ledger from its dispatch until its DONE or FAILED, the loss of its worker, or the end of
+the drain's grace. Whatever arrives for a batch that is not in the ledger comes too late and is suppressed.
+A hedge will be a second entry over the same records: the first end of a record wins (outcomes.py), so the
+ledger needs to know nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from headrace.broker.records import FrameRecord, FrameState
+
+if TYPE_CHECKING:
+    from headrace.broker.model_table import ServedClass
+    from headrace.broker.worker_registry import Worker
+
+
+@dataclass(slots=True, eq=False)
+class InFlightBatch:
+    """One dispatched batch. ``is_alone``: nothing else may be with its worker as long as it runs."""
+
+    batch: int
+    worker: Worker
+    served: ServedClass
+    records: list[FrameRecord]
+    sent_ns: int
+    predicted_ns: int
+    is_alone: bool
+
+
+class Ledger:
+    """All batches in flight. Invariants: ids ascend; each batch is in exactly its worker's table too."""
+
+    def __init__(self) -> None:
+        self.batches: dict[int, InFlightBatch] = {}
+        self._last_id = 0
+
+    def open(
+        self,
+        worker: Worker,
+        served: ServedClass,
+        records: list[FrameRecord],
+        now_ns: int,
+        predicted_ns: int,
+        *,
+        is_alone: bool,
+    ) -> InFlightBatch:
+        """Enter a batch that is being dispatched."""
+        self._last_id += 1
+        batch = InFlightBatch(self._last_id, worker, served, records, now_ns, predicted_ns, is_alone)
+        self.batches[batch.batch] = batch
+        worker.in_flight[batch.batch] = batch
+        served.in_flight_count += len(records)
+        return batch
+
+    def close(self, batch: InFlightBatch) -> None:
+        """Strike a batch out, whatever the reason."""
+        del self.batches[batch.batch]
+        del batch.worker.in_flight[batch.batch]
+        batch.served.in_flight_count -= len(batch.records)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError when ledger and records disagree (a bug of ours)."""
+        for batch in self.batches.values():
+            if batch.worker.in_flight.get(batch.batch) is not batch:
+                raise AssertionError(f"batch {batch.batch} is not with worker {batch.worker.id}")
+            for record in batch.records:
+                if record.state is not FrameState.IN_FLIGHT or record.is_queued:
+                    raise AssertionError(f"frame {record.number} of batch {batch.batch} is {record.state}")
+
+
+class SuspectLine:
+    """Frames that were with a worker when it was lost, in the order in which they will run alone."""
+
+    def __init__(self) -> None:
+        self._line: deque[FrameRecord] = deque()
+        self._next_expiry_ns: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[FrameRecord]:
+        return iter(self._line)
+
+    def push(self, record: FrameRecord) -> None:
+        """Add a frame behind the others."""
+        self._line.append(record)
+        self._note_expiry(record)
+
+    def pop(self) -> FrameRecord:
+        """Take the first frame. Requires one."""
+        return self._line.popleft()
+
+    def pop_expired(self, now_ns: int) -> list[FrameRecord]:
+        """Take out every frame whose deadline has come. Scans the line only when one may have."""
+        if self._next_expiry_ns is None or now_ns < self._next_expiry_ns:
+            return []
+        expired = [r for r in self._line if r.deadline_ns is not None and r.deadline_ns <= now_ns]
+        self._line = deque(r for r in self._line if r.deadline_ns is None or r.deadline_ns > now_ns)
+        self._next_expiry_ns = None
+        for record in self._line:
+            self._note_expiry(record)
+        return expired
+
+    def pop_all(self) -> list[FrameRecord]:
+        """Take out every frame."""
+        records = list(self._line)
+        self._line.clear()
+        self._next_expiry_ns = None
+        return records
+
+    def next_expiry_ns(self) -> int | None:
+        """Return a time at or before the earliest deadline in the line, None if there is none."""
+        return self._next_expiry_ns
+
+    def _note_expiry(self, record: FrameRecord) -> None:
+        deadline_ns = record.deadline_ns
+        if deadline_ns is not None and (self._next_expiry_ns is None or deadline_ns < self._next_expiry_ns):
+            self._next_expiry_ns = deadline_ns

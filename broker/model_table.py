@@ -1,0 +1,148 @@
+"""The models that are served, and per size class its queue, its policy and its figures.
+
+Not here: where frames wait inside a class (queues.py), which worker runs them (dispatch.py).
+
+A model whose size classes the configuration leaves open gets them from the first READY that describes it;
+they then hold for every worker.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from headrace.broker.batching import BatchPolicy, make_policy
+from headrace.broker.inflight import SuspectLine
+from headrace.broker.queues import ClassQueue
+from headrace.broker.records import FrameRecord
+from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
+from headrace.broker.size_class import SizeClasses
+from headrace.protocol.messages import ModelProfile, ModelSpec, SizeClassSpec
+
+
+@dataclass(slots=True, eq=False)
+class ServedClass:
+    """One (model, size class). ``index`` is its place among all classes. Frames wait in ``queue``, or in
+    ``suspects`` when they were with a worker that was lost."""
+
+    index: int
+    model: str
+    version: str
+    spec: SizeClassSpec
+    queue: ClassQueue
+    policy: BatchPolicy
+    max_queue_size: int
+    suspects: SuspectLine = field(default_factory=SuspectLine)
+    in_flight_count: int = 0
+    batches_count: int = 0
+    frames_count: int = 0
+    waste_sum: float = 0.0
+    expired_count: int = 0
+    superseded_count: int = 0
+    turnaround_ns: int = 0  # of the last batch, dispatch to DONE; 0 = none yet
+
+    @property
+    def waiting_count(self) -> int:
+        """Return how many frames wait, suspects included."""
+        return len(self.queue) + len(self.suspects)
+
+
+@dataclass(slots=True, eq=False)
+class ServedModel:
+    """One model. ``placer`` is None as long as nobody has described its size classes."""
+
+    spec: ModelSpec
+    policies: dict[str, ClassPolicy]
+    placer: SizeClasses | None = None
+    classes: dict[str, ServedClass] = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """Return "name:version"."""
+        return f"{self.spec.name}:{self.spec.version}"
+
+
+class ModelTable:
+    """All models. Invariant: a class, once there, stays and keeps its index."""
+
+    def __init__(self, settings: CoreSettings) -> None:
+        self._settings = settings
+        self._by_key: dict[tuple[str, str], ServedModel] = {}
+        self._by_reference: dict[str, ServedModel] = {}
+        self.classes: list[ServedClass] = []
+        for model in settings.models:
+            self._add(model)
+        first = settings.models[0].spec.name if settings.models else ""
+        default = self._by_reference.get(settings.default_model or first)
+        if default is not None:
+            self._by_reference[""] = default
+
+    def _add(self, settings: ModelSettings) -> None:
+        spec = settings.spec
+        model = ServedModel(spec, settings.policies)
+        self._by_key[spec.name, spec.version] = model
+        self._by_reference[model.key] = model
+        newest = self._by_reference.get(spec.name)
+        if newest is None or _version_key(newest.spec.version) <= _version_key(spec.version):
+            self._by_reference[spec.name] = model
+        if spec.size_classes:
+            self._describe(model, spec.size_classes)
+
+    def find(self, reference: str) -> ServedModel | None:
+        """Return the model a frame asks for: "" (the default), "name" (newest version), "name:version"."""
+        return self._by_reference.get(reference)
+
+    def get(self, name: str, version: str) -> ServedModel | None:
+        """Return one version of a model."""
+        return self._by_key.get((name, version))
+
+    def class_of(self, record: FrameRecord) -> ServedClass:
+        """Return the class that an admitted frame belongs to."""
+        return self._by_key[record.model, record.version].classes[record.size_class]
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """Return all models as they are now known, in the order of the configuration."""
+        return tuple(model.spec for model in self._by_key.values())
+
+    def references(self) -> str:
+        """Return the names of all models for an error message."""
+        return ", ".join(model.key for model in self._by_key.values()) or "none"
+
+    def all(self) -> list[ServedModel]:
+        """Return all models in the order of the configuration."""
+        return list(self._by_key.values())
+
+    def learn(self, profile: ModelProfile) -> list[ServedClass]:
+        """Take the size classes of a model that has none yet from a worker; return those that are new."""
+        model = self._by_key[profile.name, profile.version]
+        if model.placer is not None:
+            return []
+        specs = tuple(described.size_class for described in profile.classes)
+        model.spec = replace(model.spec, size_classes=specs)
+        self._describe(model, specs)
+        return list(model.classes.values())
+
+    def _describe(self, model: ServedModel, specs: tuple[SizeClassSpec, ...]) -> None:
+        model.placer = SizeClasses(model.spec, specs)
+        settings = self._settings
+        for spec in specs:
+            policy = model.policies.get(spec.name) or model.policies.get("") or ClassPolicy()
+            served = ServedClass(
+                index=len(self.classes),
+                model=model.spec.name,
+                version=model.spec.version,
+                spec=spec,
+                queue=ClassQueue(
+                    settings.limits.priority_levels, settings.ageing_ms * 1_000_000, settings.ageing_share
+                ),
+                policy=make_policy(policy),
+                max_queue_size=policy.max_queue_size,
+            )
+            self.classes.append(served)
+            model.classes[spec.name] = served
+
+
+def _version_key(version: str) -> list[tuple[int, int, str]]:
+    # "10" is newer than "9", "1.10" than "1.9": digits compare as numbers, everything else as text.
+    pieces = re.findall(r"\d+|\D+", version)
+    return [(1, int(piece), "") if piece.isdigit() else (0, 0, piece) for piece in pieces]

@@ -1,0 +1,158 @@
+"""What the broker shows of itself: one nested dict that msgpack can hold, computed when somebody asks."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from headrace.broker.model_table import ServedClass
+from headrace.broker.producer_registry import ProducerSession
+from headrace.broker.stream_table import Stream
+from headrace.broker.worker_registry import Worker
+from headrace.protocol.messages import Value
+
+if TYPE_CHECKING:
+    from headrace.broker.core import BrokerCore
+
+#: Streams and producers shown in full; beyond this a status would be megabytes. The counts stay exact.
+SHOWN_COUNT = 1_000
+
+_NS_PER_MS = 1e6
+
+
+def status_of(core: BrokerCore, now_ns: int) -> dict[str, Value]:
+    """Return the broker's state: account, classes, workers, streams, producers, models, bounds in use."""
+    outcomes = core.outcomes
+    streams: dict[str, Value] = {
+        stream.name: _stream(core, stream, now_ns)
+        for stream in islice(core.streams.by_name.values(), SHOWN_COUNT)
+    }
+    producers: list[Value] = [
+        _producer(session, now_ns) for session in islice(core.producers.by_peer.values(), SHOWN_COUNT)
+    ]
+    return {
+        "boot": core.boot,
+        "is_draining": core.is_draining,
+        "account": _account(core),
+        "rejected_by_code": _counts(outcomes.rejected_by_code),
+        "error_by_code": _counts(outcomes.error_by_code),
+        "misbehaved_by_code": _counts(core.misbehaved_by_code),
+        "late_done": core.late_done_count,
+        "requeued": core.requeued_count,
+        "workers_lost": core.lost_workers_count,
+        "unfinished_bytes": outcomes.unfinished_bytes,
+        "max_bytes": core.settings.max_bytes,
+        "retained": outcomes.retained_count,
+        "retained_bytes": outcomes.retained_bytes,
+        "retention_bytes": core.settings.retention_bytes,
+        "models": [_model(core, index) for index in range(len(core.models.all()))],
+        "classes": [_class(core, served, now_ns) for served in core.models.classes],
+        "workers": [_worker(worker, now_ns) for worker in core.workers.by_peer.values()],
+        "streams_count": len(core.streams),
+        "streams": streams,
+        "streams_forgotten": core.streams.forgotten_count,
+        "producers_count": len(core.producers),
+        "producers": producers,
+    }
+
+
+def _account(core: BrokerCore) -> dict[str, Value]:
+    account = core.outcomes.account
+    return {
+        "received": account.received,
+        "accepted": account.accepted,
+        "ok": account.ok,
+        "error": account.error,
+        "expired": account.expired,
+        "superseded": account.superseded,
+        "rejected": account.rejected,
+        "duplicates": account.duplicates,
+        "unfinished": account.unfinished,
+    }
+
+
+def _model(core: BrokerCore, index: int) -> dict[str, Value]:
+    model = core.models.all()[index]
+    served = list(model.classes.values())
+    ready = [len(core.dispatcher.pools.of(one).workers) for one in served]
+    return {
+        "name": model.spec.name,
+        "version": model.spec.version,
+        "is_described": model.placer is not None,
+        "size_classes": [one.spec.name for one in served],
+        "workers": max(ready, default=0),
+    }
+
+
+def _class(core: BrokerCore, served: ServedClass, now_ns: int) -> dict[str, Value]:
+    oldest_ns = served.queue.oldest_ns()
+    queued: dict[str, Value] = {
+        str(priority): count for priority, count in served.queue.waiting_by_priority().items()
+    }
+    return {
+        "model": served.model,
+        "version": served.version,
+        "size_class": served.spec.name,
+        "height": served.spec.height,
+        "width": served.spec.width,
+        "queued": queued,
+        "waiting": served.waiting_count,
+        "suspects": len(served.suspects),
+        "in_flight": served.in_flight_count,
+        "workers": len(core.dispatcher.pools.of(served).workers),
+        "batches": served.batches_count,
+        "frames_batched": served.frames_count,
+        "mean_batch": served.frames_count / max(served.batches_count, 1),
+        "padding_waste": served.waste_sum / max(served.frames_count, 1),
+        "oldest_wait_ms": 0.0 if oldest_ns is None else (now_ns - oldest_ns) / _NS_PER_MS,
+        "expired": served.expired_count,
+        "superseded": served.superseded_count,
+        "turnaround_ms": served.turnaround_ns / _NS_PER_MS,
+    }
+
+
+def _worker(worker: Worker, now_ns: int) -> dict[str, Value]:
+    ready_for_ns = 0 if worker.ready_ns is None else now_ns - worker.ready_ns
+    return {
+        "id": worker.id,
+        "device": worker.hello.device,
+        "engine": worker.hello.engine,
+        "release": worker.hello.release,
+        "pid": worker.hello.pid,
+        "state": worker.state.value,
+        "slots": worker.slots,
+        "in_flight": len(worker.in_flight),
+        "batches": worker.batches_count,
+        "frames": worker.frames_count,
+        "busy_share": min(1.0, worker.ran_ns / ready_for_ns) if ready_for_ns > 0 else 0.0,
+        "last_heard_ms": (now_ns - worker.pulse.last_heard_ns) / _NS_PER_MS,
+        "notes": list(worker.notes),
+    }
+
+
+def _stream(core: BrokerCore, stream: Stream, now_ns: int) -> dict[str, Value]:
+    quiet_ns = now_ns - stream.last_frame_ns
+    return {
+        "counts": {status.value: count for status, count in stream.counts.items()},
+        "next_pub_seq": stream.next_pub_seq,
+        "unfinished": len(stream.order),
+        "epoch": stream.owner_epoch,
+        "has_owner": stream.owner_epoch is not None,
+        "last_frame_ms": quiet_ns / _NS_PER_MS,
+        "is_stale": quiet_ns > core.beats.silence_ns,
+    }
+
+
+def _producer(session: ProducerSession, now_ns: int) -> dict[str, Value]:
+    return {
+        "name": session.name,
+        "epoch": session.epoch,
+        "received": session.received,
+        "finished": session.finished,
+        "streams": list(session.streams),
+        "last_heard_ms": (now_ns - session.pulse.last_heard_ns) / _NS_PER_MS,
+    }
+
+
+def _counts(counts: dict[str, int]) -> dict[str, Value]:
+    return {str(code): count for code, count in counts.items()}
