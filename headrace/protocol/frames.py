@@ -269,7 +269,7 @@ def _read_frame(  # noqa: C901 - one branch a field: split up, it cost 2 microse
         epoch = u64(epoch, "epoch")
     priority = get("priority", 0)
     if type(priority) is not int or not 0 <= priority < limits.priority_levels:
-        raise _bad_priority(priority, limits)
+        priority = _read_priority(priority, limits)
     ttl_ms = get("ttl_ms")
     if ttl_ms is not None:
         ttl_ms = _read_ttl_ms(ttl_ms, "ttl_ms")
@@ -281,7 +281,7 @@ def _read_frame(  # noqa: C901 - one branch a field: split up, it cost 2 microse
         meta = _read_meta(meta, limits)
     model = get("model", "")
     if type(model) is not str or len(model) > MAX_NAME_CHARACTERS:
-        raise bad_field("model", f"text of at most {MAX_NAME_CHARACTERS} characters", model)
+        model = _read_model(model)
     keep = get("keep")
     keep = Keep.ALL if keep is None else _read_keep(keep)
     color = get("color")
@@ -296,9 +296,11 @@ def _read_frame(  # noqa: C901 - one branch a field: split up, it cost 2 microse
     if nbytes > limits.max_frame_bytes:
         raise _too_large(nbytes, limits)
     inputs: tuple[TensorSpec, ...] = ()
-    dtype = get("dtype", "uint8")
+    dtype = get("dtype")
+    if dtype is None:
+        dtype = "uint8"
     if encoding is Encoding.RAW:
-        if "inputs" in entry:
+        if get("inputs") is not None:
             inputs = _read_inputs(entry["inputs"], nbytes)
             dtype, shape = inputs[0].dtype, inputs[0].shape
         else:
@@ -306,6 +308,8 @@ def _read_frame(  # noqa: C901 - one branch a field: split up, it cost 2 microse
         if color is Color.GRAY and not (len(shape) == 2 or (len(shape) == 3 and shape[2] == 1)):
             raise RemoteProtocolError(Code.BAD_COLOR, f"color gray contradicts the shape {list(shape)}")
     else:
+        if dtype != "uint8":
+            raise RemoteProtocolError(Code.BAD_DTYPE, f"an encoded image has dtype uint8, got {shown(dtype)}")
         shape = _read_image(entry, payload, encoding, limits, is_from_broker)
     return Frame(
         stream, payload, nbytes, shape, dtype, encoding, color, seq, epoch, model, priority, ttl_ms, keep,
@@ -326,7 +330,7 @@ def _read_payload(entry: dict[Any, Any], part: Buffer | None) -> Payload:
             nbytes=u64(get("nbytes"), "nbytes"),
             generation=u64(get("generation"), "generation"),
         )
-    if lane != "inline":
+    if lane != "inline" and lane is not None:
         raise bad_field("lane", "inline or shm", lane)
     if part is not None:
         return part
@@ -385,13 +389,9 @@ def _read_image(
     A shape that is sent as well must name the same height and width. It is taken at its word where the
     bytes are not here (lane shm) or were read before (a BATCH): the worker's decoder compares again.
     """
-    if entry.get("dtype", "uint8") != "uint8":
-        raise RemoteProtocolError(
-            Code.BAD_DTYPE, f"an encoded image has dtype uint8, got {shown(entry['dtype'])}"
-        )
-    if "inputs" in entry:
+    if entry.get("inputs") is not None:
         raise bad_field("inputs", "left out with an encoded image", entry["inputs"])
-    sent = read_shape(entry["shape"], "shape") if "shape" in entry else None
+    sent = None if entry.get("shape") is None else read_shape(entry["shape"], "shape")
     if sent is not None and len(sent) not in (2, 3):
         raise RemoteProtocolError(
             Code.BAD_SHAPE, f"shape of an image must be [height, width, channels], got {list(sent)}"
@@ -446,10 +446,19 @@ def _read_encoding(value: object) -> Encoding:
     return encoding
 
 
-def _bad_priority(value: object, limits: Limits) -> RemoteProtocolError:
+def _read_priority(value: object, limits: Limits) -> int:
+    """Find the word for a priority that is no plain one; nil means left out, as everywhere."""
+    if value is None:
+        return 0
     if type(value) is not int:
-        return bad_field("priority", "an integer", value)
-    return out_of_range("priority", 0, limits.priority_levels - 1, value)
+        raise bad_field("priority", "an integer", value)
+    raise out_of_range("priority", 0, limits.priority_levels - 1, value)
+
+
+def _read_model(value: object) -> str:
+    if value is None:
+        return ""
+    raise bad_field("model", f"text of at most {MAX_NAME_CHARACTERS} characters", value)
 
 
 def _bad_dtype(value: object) -> RemoteProtocolError:

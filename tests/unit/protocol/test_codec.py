@@ -131,12 +131,10 @@ def test_trailing_bytes_are_refused(name, tail):
     assert refusal_code([header + tail, *payloads]) == "trailing_bytes"
 
 
-@pytest.mark.parametrize("name", hr_wire.SAMPLES)
+@pytest.mark.parametrize("name", [name for name in hr_wire.SAMPLES if not name.startswith("reply")])
 def test_a_payload_cut_at_any_byte_or_lengthened_is_refused(name):
     """A tensor's part has exactly the length that its shape and dtype say."""
     header, *payloads = codec.encode(hr_wire.SAMPLES[name])
-    if name.startswith("reply"):
-        pytest.skip("the parts of a reply have no described length")
     for index, payload in enumerate(payloads):
         if payload.startswith((b"\x89PNG", b"\xff\xd8")):
             continue  # an image's length is the decoder's business
@@ -173,10 +171,10 @@ def test_a_required_field_left_out_is_refused_and_others_are_not(name):
 
     for field in header:
         rest = {key: value for key, value in header.items() if key != field}
-        try:
-            codec.decode(with_header(name, rest), LIMITS)
-        except RemoteProtocolError as error:
-            assert error.code in {"missing_field", "bad_field", "bad_stream", "part_count", "unknown_type"}
+
+        code = refusal_code(with_header(name, rest))
+
+        assert code in {None, "missing_field", "bad_field", "bad_stream", "part_count", "size_mismatch"}
 
 
 @pytest.mark.parametrize("name", hr_wire.SAMPLES)
