@@ -164,6 +164,10 @@ def test_a_part_too_few_is_refused(name):
     assert refusal_code(parts[:-1]) == expected
 
 
+#: Without its type a message is taken for a frame, hence the last three.
+LEFT_OUT_CODES = {"missing_field", "bad_field", "bad_stream", "part_count", "size_mismatch", "empty_payload"}
+
+
 @pytest.mark.parametrize("name", hr_wire.SAMPLES)
 def test_a_required_field_left_out_is_refused_and_others_are_not(name):
     """Whatever can be left out has a default; the rest is named in the refusal."""
@@ -174,7 +178,7 @@ def test_a_required_field_left_out_is_refused_and_others_are_not(name):
 
         code = refusal_code(with_header(name, rest))
 
-        assert code in {None, "missing_field", "bad_field", "bad_stream", "part_count", "size_mismatch"}
+        assert code in LEFT_OUT_CODES | {None}, field
 
 
 @pytest.mark.parametrize("name", hr_wire.SAMPLES)

@@ -156,9 +156,9 @@ def test_a_view_of_several_axes_counts_its_bytes():
         b"\x82\xa4data\xa1\xff\xa1a\xa1\xff",
     ],
     ids=[
-        "empty", "never used byte", "nil", "array", "number as key", "nil as key", "array as key", "empty extension",
-        "extension", "timestamp", "empty timestamp", "value not UTF-8", "key not UTF-8", "surrogate", "not a map",
-        "only data may be bytes",
+        "empty", "never used byte", "nil", "array", "number as key", "nil as key", "array as key",
+        "empty extension", "extension", "timestamp", "empty timestamp", "value not UTF-8", "key not UTF-8",
+        "surrogate", "not a map", "only data may be bytes",
     ],
 )  # fmt: skip
 def test_what_is_no_header_is_refused(head):
