@@ -1,0 +1,378 @@
+"""Runs batches: a staging thread, a device thread and a completion thread, each with one queue before it.
+
+Not here: the connection to the broker (``process``), what is asked of the broker when (``worker_session``).
+
+Theory of operation::
+
+    run() -> [staging: frames into a buffer] -> [device: engine.submit] -> [completion: engine.collect,
+    adapters, Done] -> tell(BatchFinished)
+
+While one batch runs on the device the next is staged: with two slots the device never waits for a copy. The
+device thread owns every call of the engine but ``collect`` and ``close``. A batch is in exactly one place
+and ends in exactly one BatchFinished, in whatever way: Done, Failed, or Failed ``cancelled`` when it was
+dropped before the device had it. The number of batches inside is bounded by the caller's slots, and
+with it every queue.
+
+When the engine says that its device can't be trusted (or a thread of the pipeline meets a bug), the pipeline
+is dead: it tells EngineFailed once and nothing after, so that nothing computed by a failed device leaves.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import structlog
+
+from headrace.errors import (
+    ClosedError,
+    Code,
+    ConfigError,
+    DeviceError,
+    InvalidFrameError,
+    ModelError,
+)
+from headrace.exit_codes import ExitCode
+from headrace.protocol.messages import (
+    Batch,
+    Done,
+    Failed,
+    FrameResult,
+    Limits,
+    ModelProfile,
+    ModelSpec,
+    Status,
+)
+from headrace.workers.adapters import Adapter, load_adapter
+from headrace.workers.engine import BatchOutputs, Engine, EngineMisuseError, ModelKey
+from headrace.workers.results import fitted, in_batch_order
+from headrace.workers.staging import BufferPool, Stager, StagingPlan, StagingResult
+from headrace.workers.worker_events import (
+    BatchFinished,
+    EngineFailed,
+    Event,
+    LoadFailed,
+    ModelsLoaded,
+)
+
+log = structlog.get_logger()
+
+_CANCELLED = "dropped before it was run, as the broker asked"
+
+
+class _Place(Enum):
+    """Where a batch is. Only a batch that is still WAITING can be dropped."""
+
+    WAITING = "waiting"
+    ON_DEVICE = "on_device"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One batch on its way through. ``place`` is written under the pipeline's lock, the rest by the thread
+    that has the job."""
+
+    batch: Batch
+    received_ns: int
+    place: _Place = _Place.WAITING
+    plan: StagingPlan | None = None
+    staging: StagingResult | None = None
+    staged_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    models: tuple[ModelSpec, ...]
+    files: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What one load made: replaced as a whole."""
+
+    engine: Engine | None = None
+    plans: dict[tuple[str, str, str], StagingPlan] = field(default_factory=dict)
+    adapters: dict[ModelKey, Adapter] = field(default_factory=dict)
+
+
+class Pipeline:
+    """See the module. ``tell`` is called from any thread of the pipeline and must not block."""
+
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        tell: Callable[[Event], None],
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._make_engine = make_engine
+        self._tell = tell
+        self._clock = clock
+        self._pool = BufferPool()
+        self._stager = Stager(self._pool, limits or Limits())
+        self._served = _Served()
+        self._lock = threading.Lock()
+        self._jobs: dict[int, _Job] = {}
+        self._is_dead = False
+        self._to_stage: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._to_device: queue.SimpleQueue[_Job | _Load | None] = queue.SimpleQueue()
+        self._to_complete: queue.SimpleQueue[tuple[_Served, _Job] | None] = queue.SimpleQueue()
+        # Daemons: a run on a device can't be interrupted, and a process that was told to end must not wait.
+        self._threads = [
+            threading.Thread(target=self._guard, args=(loop,), name=f"headrace-{name}", daemon=True)
+            for name, loop in (
+                ("staging", self._stage_batches),
+                ("device", self._drive_device),
+                ("completion", self._complete_batches),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # -- called by the owner of the connection ---------------------------------------------------------
+
+    def use_limits(self, limits: Limits) -> None:
+        """Set the broker's limits; they hold for the batches that come after."""
+        self._stager.limits = limits
+
+    def load(self, models: tuple[ModelSpec, ...], files: dict[str, str]) -> None:
+        """Replace what is loaded; ModelsLoaded or LoadFailed tells the end. No batch may be inside.
+
+        ``files`` maps the sha256 of each model file to its verified local path."""
+        self._to_device.put(_Load(models, files))
+
+    def run(self, batch: Batch) -> None:
+        """Take a batch; exactly one BatchFinished tells its end."""
+        job = _Job(batch, self._clock())
+        with self._lock:
+            self._jobs[batch.batch] = job
+        self._to_stage.put(job)
+
+    def drop(self, number: int) -> None:
+        """Leave a batch out if the device does not have it yet."""
+        with self._lock:
+            job = self._jobs.get(number)
+            if job is not None and job.place is _Place.WAITING:
+                job.place = _Place.DROPPED
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the threads; batches inside are forgotten. Waits up to ``timeout_s`` for a running one."""
+        with self._lock:
+            self._is_dead = True
+        self._to_stage.put(None)
+        self._to_device.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- staging thread --------------------------------------------------------------------------------
+
+    def _stage_batches(self) -> None:
+        while (job := self._to_stage.get()) is not None:
+            self._stage(job)
+
+    def _stage(self, job: _Job) -> None:
+        batch = job.batch
+        if job.place is _Place.DROPPED:
+            self._fail(job, Code.CANCELLED, _CANCELLED)
+            return
+        job.plan = self._served.plans.get((batch.model, batch.version, batch.size_class))
+        if job.plan is None:
+            name = f"{batch.model}:{batch.version} {batch.size_class}"
+            self._fail(job, Code.UNKNOWN_MODEL, f"this worker does not serve {name}")
+            return
+        try:
+            job.staging = self._stager.stage(batch, job.plan)
+        except InvalidFrameError as error:
+            self._fail(job, error.code, error.message)
+            return
+        except Exception:  # whatever numpy or OpenCV raise for a batch is the fate of that batch
+            log.exception("staging failed", batch=batch.batch, frames_count=len(batch.frames))
+            self._fail(job, Code.BATCH_FAILED, "the worker could not stage this batch; its log says why")
+            return
+        job.staged_ns = self._clock()
+        if job.staging.batch is None:
+            self._finish_done(job, (), 0)
+        else:
+            self._to_device.put(job)
+
+    # -- device thread ---------------------------------------------------------------------------------
+
+    def _drive_device(self) -> None:
+        try:
+            while (task := self._to_device.get()) is not None:
+                if isinstance(task, _Load):
+                    self._load(task)
+                else:
+                    self._submit(task)
+        finally:
+            self._to_complete.put(None)
+            if self._served.engine is not None:
+                self._served.engine.close()
+
+    def _submit(self, job: _Job) -> None:
+        staging, engine = job.staging, self._served.engine
+        assert staging is not None  # noqa: S101 - our own queues, no peer's input
+        assert staging.batch is not None  # noqa: S101
+        assert engine is not None  # noqa: S101
+        with self._lock:
+            is_dropped = job.place is _Place.DROPPED
+            if not is_dropped:
+                job.place = _Place.ON_DEVICE
+        if is_dropped:
+            self._release(job)
+            self._fail(job, Code.CANCELLED, _CANCELLED)
+            return
+        try:
+            engine.submit(staging.batch)
+        except EngineMisuseError:
+            log.exception("batch refused by the engine", batch=job.batch.batch)
+            self._release(job)
+            self._fail(job, Code.BATCH_FAILED, "the engine refused this batch; the worker's log says why")
+            return
+        except DeviceError as error:
+            self._die(ExitCode.DEVICE_LOST, str(error))
+            return
+        self._to_complete.put((self._served, job))
+
+    def _load(self, task: _Load) -> None:
+        try:
+            profiles = self._load_all(task)
+        except (ModelError, DeviceError, ConfigError) as error:
+            self._say(LoadFailed(type(error).exit_code, str(error)))
+        except Exception as error:
+            log.exception("loading failed")
+            self._say(LoadFailed(ExitCode.INTERNAL, f"loading the models failed: {type(error).__name__}"))
+        else:
+            self._say(ModelsLoaded(task.models, profiles))
+
+    def _load_all(self, task: _Load) -> tuple[ModelProfile, ...]:
+        if self._served.engine is not None:
+            self._served.engine.close()
+        self._served = _Served()
+        self._pool.clear()
+        engine = self._make_engine()
+        plans: dict[tuple[str, str, str], StagingPlan] = {}
+        adapters: dict[ModelKey, Adapter] = {}
+        profiles = []
+        for spec in task.models:
+            key = ModelKey(spec.name, spec.version)
+            adapters[key] = load_adapter(spec.adapter, spec.adapter_options)
+            engine.load(spec, {file.path: task.files[file.sha256] for file in spec.files})
+            profile = engine.profile(key)
+            profiles.append(profile)
+            for each in profile.classes:
+                name = each.size_class.name
+                buckets = tuple(bucket for bucket, _ in each.buckets)
+                plan = StagingPlan(key, spec, each.size_class, engine.plan(key, name), buckets)
+                plans[key.name, key.version, name] = plan
+            for note in profile.notes:
+                log.info("model note", model=f"{key.name}:{key.version}", note=note)
+        self._served = _Served(engine, plans, adapters)
+        return tuple(profiles)
+
+    # -- completion thread -----------------------------------------------------------------------------
+
+    def _complete_batches(self) -> None:
+        while (item := self._to_complete.get()) is not None:
+            served, job = item
+            assert served.engine is not None  # noqa: S101 - our own queue
+            try:
+                outputs = served.engine.collect()
+            except ClosedError:
+                return
+            except DeviceError as error:
+                self._die(ExitCode.DEVICE_LOST, str(error))
+                return
+            self._complete(served, job, outputs)
+
+    def _complete(self, served: _Served, job: _Job, outputs: BatchOutputs) -> None:
+        staging = job.staging
+        assert staging is not None  # noqa: S101 - it was submitted, so it was staged
+        if outputs.is_fatal:
+            self._die(ExitCode.DEVICE_LOST, outputs.error)
+            return
+        if outputs.batch != job.batch.batch:
+            self._die(
+                ExitCode.INTERNAL, f"batch {outputs.batch} came out of the engine, not {job.batch.batch}"
+            )
+            return
+        if outputs.error:
+            log.warning("batch failed", batch=job.batch.batch, reason=outputs.error)
+            self._release(job)
+            self._fail(job, Code.BATCH_FAILED, "the run of this batch failed; the worker's log says why")
+            return
+        adapter = served.adapters[ModelKey(job.batch.model, job.batch.version)]
+        try:
+            results = adapter.process(outputs.outputs, [row.placement for row in staging.rows])
+        except Exception:  # an adapter promises not to raise; if it does, its frames have no result
+            log.exception("adapter broke", adapter=adapter.name, batch=job.batch.batch)
+            broken = f"adapter {adapter.name} failed; the worker's log says why"
+            results = [FrameResult(Status.ERROR, Code.POST_PROCESS_FAILED, broken)] * len(staging.rows)
+        self._release(job)
+        self._finish_done(job, results, outputs.ran_ns)
+
+    # -- any thread ------------------------------------------------------------------------------------
+
+    def _finish_done(self, job: _Job, row_results: Sequence[FrameResult], ran_ns: int) -> None:
+        staging, now_ns = job.staging, self._clock()
+        assert staging is not None  # noqa: S101 - only staged batches get here
+        done = Done(
+            job.batch.batch,
+            in_batch_order(len(job.batch.frames), staging.rows, row_results, staging.failures),
+            staged_us=(job.staged_ns - job.received_ns) // 1000,
+            ran_us=ran_ns // 1000,
+            total_us=(now_ns - job.received_ns) // 1000,
+        )
+        log.debug(
+            "batch done",
+            batch=done.batch,
+            model=f"{job.batch.model}:{job.batch.version}",
+            size_class=job.batch.size_class,
+            frames_count=len(done.results),
+            failed_count=len(staging.failures),
+            staged_us=done.staged_us,
+            ran_us=done.ran_us,
+            total_us=done.total_us,
+        )
+        self._finish(job, fitted(done, self._stager.limits))
+
+    def _fail(self, job: _Job, code: str, message: str) -> None:
+        self._finish(job, Failed(job.batch.batch, str(code), message))
+
+    def _finish(self, job: _Job, message: Done | Failed) -> None:
+        with self._lock:
+            # A number can come again (another broker) while the old batch is still inside.
+            if self._jobs.get(job.batch.batch) is job:
+                del self._jobs[job.batch.batch]
+        self._say(BatchFinished(message))
+
+    def _release(self, job: _Job) -> None:
+        if job.staging is not None and job.staging.batch is not None and job.staging.is_pooled:
+            self._pool.give_back(job.staging.batch)
+
+    def _say(self, event: Event) -> None:
+        with self._lock:
+            is_dead = self._is_dead
+        if not is_dead:
+            self._tell(event)
+
+    def _die(self, exit_code: int, reason: str) -> None:
+        with self._lock:
+            was_dead, self._is_dead = self._is_dead, True
+        if not was_dead:
+            self._tell(EngineFailed(int(exit_code), reason))
+
+    def _guard(self, loop: Callable[[], None]) -> None:
+        """Run a thread's loop. A bug in it must end the process, not leave it half alive."""
+        try:
+            loop()
+        except Exception as error:
+            log.exception("pipeline thread failed", thread=threading.current_thread().name)
+            self._die(ExitCode.INTERNAL, f"{threading.current_thread().name}: {type(error).__name__}")

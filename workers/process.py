@@ -1,0 +1,112 @@
+"""The worker as a process: settings to parts, signals, exit code. ``headrace worker`` calls ``run``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import structlog
+
+from headrace import __version__, addresses
+from headrace.errors import HeadraceError
+from headrace.exit_codes import ExitCode
+from headrace.host import host_key
+from headrace.orphans import end_with_parent
+from headrace.protocol.messages import WorkerHello
+from headrace.workers.decode import silence_codecs
+from headrace.workers.devices import Device, choose_device
+from headrace.workers.model_cache import default_cache_folder
+from headrace.workers.pipeline import Pipeline
+from headrace.workers.shell import WorkerShell
+from headrace.workers.threads import threads_per_worker
+from headrace.workers.worker_session import SessionSettings, WorkerSession
+from headrace.workers.worker_settings import WorkerSettings
+
+__all__ = ["WorkerSettings", "make_shell", "run"]
+
+log = structlog.get_logger()
+
+
+def run(settings: WorkerSettings) -> int:
+    """Be a worker until told to stop; return the exit code (``headrace.exit_codes``).
+
+    The first SIGTERM or SIGINT lets the batches inside finish, the second ends the process at once. Call it
+    in the main thread. Raises ConfigError and DeviceError for settings that can't be used.
+    """
+    if settings.parent_pid is not None:
+        end_with_parent(settings.parent_pid)
+    silence_codecs()
+    shell = make_shell(settings)
+    with _signals(shell):
+        try:
+            return shell.run()
+        except HeadraceError:
+            raise
+        except Exception:
+            log.exception("worker failed")
+            return int(ExitCode.INTERNAL)
+
+
+def make_shell(settings: WorkerSettings, device: Device | None = None) -> WorkerShell:
+    """Put the parts of a worker together. ``device`` is chosen by ``settings.device`` when left out."""
+    address = addresses.normalise(settings.address)
+    threads = settings.threads or threads_per_worker(settings.workers_on_host)
+    device = device or choose_device(settings.device, threads)
+    hello = WorkerHello(
+        worker=settings.worker_id or _new_id(),
+        instance=secrets.randbits(64),
+        host_key=host_key(),
+        device=device.name,
+        engine=device.engine,
+        release=__version__,
+        pid=os.getpid(),
+    )
+    # Not for secrets: only so that workers which lost the same broker do not come back in step.
+    jitter = random.Random(hello.instance).random  # noqa: S311
+    session_settings = SessionSettings(
+        slots=settings.slots, grace_ms=settings.grace_ms, give_up_ms=settings.give_up_ms
+    )
+    log.info(
+        "worker started", worker=hello.worker, device=hello.device, threads_count=threads, broker=address
+    )
+    make_engine = device.make_engine
+    return WorkerShell(
+        WorkerSession(hello, session_settings, jitter),
+        address,
+        Path(settings.cache_dir).expanduser() if settings.cache_dir else default_cache_folder(),
+        lambda tell: Pipeline(make_engine, tell),
+    )
+
+
+def _new_id() -> str:
+    return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+@contextlib.contextmanager
+def _signals(shell: WorkerShell) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals belong to the main thread; whoever runs a worker elsewhere calls request_stop()
+        return
+    is_asked = False
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        nonlocal is_asked
+        if is_asked:
+            os._exit(128 + number)
+        is_asked = True
+        shell.request_stop()
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

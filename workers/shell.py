@@ -1,0 +1,261 @@
+"""Drives a worker session with real sockets, threads and time: the worker's I/O thread.
+
+Not here: decisions (``worker_session``), batches (``pipeline``), signals and settings (``process``).
+
+Theory of operation: one thread owns the connection and the session. Everything that happens elsewhere (a
+discovery, a fetch, a finished batch, a stop) comes in through one queue and a wake-up. A turn reads the
+connection first and ticks last, so that a process that was stopped for a while finds what the broker sent
+meanwhile before it wonders about its silence.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, assert_never
+
+import structlog
+import zmq
+
+from headrace import addresses
+from headrace.clients.sockets import Context, Link, Role, Waker
+from headrace.errors import ConfigError, HeadraceError, RemoteProtocolError, UnreachableError
+from headrace.exit_codes import ExitCode
+from headrace.protocol import codec
+from headrace.protocol.messages import Batch, Limits, ModelSpec
+from headrace.workers import worker_events as ev
+from headrace.workers.model_cache import FetchError, ModelCache, StoppedError
+from headrace.workers.model_fetch import ControlChunks
+from headrace.workers.worker_session import WorkerSession
+
+#: The broker's socket sends at most ``slots`` batches; what else comes is small.
+WORKER = Role("workers", zmq.DEALER, send_hwm=0, receive_hwm=0)
+
+#: Largest part taken before the broker has told its own limits.
+MAX_PART_BYTES = 1024 * 1024 * 1024
+
+#: Messages read before results are sent again, so that neither direction starves the other.
+MAX_MESSAGES_PER_TURN = 64
+
+#: A poll is never longer, so that a wrong wake-up time can't hang the thread.
+MAX_POLL_MS = 1_000
+
+#: Time for what was sent last to leave. The session has waited for the broker's word on it already, unless
+#: the broker did not answer.
+LINGER_MS = 1_000
+
+log = structlog.get_logger()
+
+
+class Runner(Protocol):
+    """What the shell asks of a pipeline."""
+
+    def use_limits(self, limits: Limits) -> None: ...
+    def load(self, models: tuple[ModelSpec, ...], files: dict[str, str]) -> None: ...
+    def run(self, batch: Batch) -> None: ...
+    def drop(self, number: int) -> None: ...
+    def close(self, timeout_s: float = ...) -> None: ...
+
+
+class WorkerShell:
+    """See the module. ``run`` is called once; ``request_stop`` and ``tell`` from any thread, any time."""
+
+    def __init__(
+        self,
+        session: WorkerSession,
+        address: str,
+        cache_folder: Path,
+        make_pipeline: Callable[[Callable[[ev.Event], None]], Runner],
+        *,
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        self._session = session
+        self._address = address
+        self._clock = clock
+        self._events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self._waker = Waker()
+        self._is_stopping = threading.Event()
+        self._context: Context = zmq.Context()
+        self._limits = Limits()
+        self._cache = ModelCache(cache_folder, should_stop=self._is_stopping.is_set)
+        self._pipeline = make_pipeline(self.tell)
+        self._link: Link | None = None
+        self._link_fault = ""
+        self._helpers: list[threading.Thread] = []
+        self._exit: ev.Exit | None = None
+
+    def tell(self, event: ev.Event) -> None:
+        """Hand an event to the session, from any thread."""
+        self._events.put(event)
+        self._waker.wake()
+
+    def request_stop(self) -> None:
+        """Finish what is in the pipeline, then end ``run``. Safe in a signal handler."""
+        self.tell(ev.StopRequested())
+
+    def run(self) -> int:
+        """Serve until the session ends; return the exit code."""
+        poller = zmq.Poller()
+        poller.register(self._waker.fileno(), zmq.POLLIN)
+        try:
+            self._feed(ev.Started())
+            while self._exit is None:
+                self._turn(poller)
+        finally:
+            self._close()
+        level = "info" if self._exit.code == ExitCode.OK else "error"
+        getattr(log, level)("worker ended", reason=self._exit.reason, exit_code=self._exit.code)
+        return self._exit.code
+
+    # -- one turn --------------------------------------------------------------------------------------
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        link = self._link
+        if link is not None:
+            link.register(poller)
+        poller.poll(self._poll_ms())
+        if link is not None:
+            link.unregister(poller)
+        self._waker.drain()
+        self._read_link()
+        self._read_events()
+        self._feed(ev.Tick())
+
+    def _poll_ms(self) -> int:
+        if not self._events.empty():
+            return 0
+        wake_ns = self._session.next_wakeup_ns()
+        if wake_ns is None:
+            return MAX_POLL_MS
+        # Rounded up: a poll that ends a fraction early would spin until the time has come.
+        return min(MAX_POLL_MS, max(0, -(-(wake_ns - self._clock()) // 1_000_000)))
+
+    def _read_link(self) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN):
+            if self._link is None or self._exit is not None:
+                return
+            parts = self._link.receive_shared()
+            if parts is None:
+                if self._link.is_lost():
+                    self._feed(ev.LinkLost("the connection was closed"))
+                return
+            try:
+                message = codec.decode(parts, self._limits, codec.TO_WORKER)
+            except RemoteProtocolError as error:
+                self._feed(ev.MessageUnreadable(error.code, error.message))
+            else:
+                self._feed(ev.MessageReceived(message))
+
+    def _read_events(self) -> None:
+        # Bounded by what is there now; what arrives meanwhile is for the next turn.
+        for _ in range(self._events.qsize()):
+            self._feed(self._events.get_nowait())
+
+    def _feed(self, event: ev.Event) -> None:
+        if self._exit is not None:
+            return
+        for action in self._session.handle(event, self._clock()):
+            self._carry_out(action)
+        # Told at once and not through the queue, where it could meet the next connection.
+        fault, self._link_fault = self._link_fault, ""
+        if fault:
+            self._feed(ev.LinkLost(fault))
+
+    # -- actions ---------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: ev.Action) -> None:
+        match action:
+            case ev.Send(message):
+                if self._link is None or not self._link.send(codec.encode(message)):
+                    self._link_fault = "a message could not be sent"
+            case ev.RunBatch(batch):
+                self._pipeline.run(batch)
+            case ev.DropBatch(number):
+                self._pipeline.drop(number)
+            case ev.FindBroker(timeout_ms):
+                self._help("discovery", lambda: self._discover(timeout_ms / 1000))
+            case ev.Connect(address):
+                self._connect(address)
+            case ev.Disconnect():
+                self._disconnect()
+            case ev.UseLimits(limits):
+                self._limits = limits
+                self._pipeline.use_limits(limits)
+            case ev.FetchModels(models, control):
+                self._help("fetch", lambda: self._fetch(models, control))
+            case ev.LoadModels(models, files):
+                names = [f"{spec.name}:{spec.version}" for spec in models]
+                log.info("loading models", models=names)
+                self._pipeline.load(models, files)
+            case ev.Report(level, name, values):
+                getattr(log, level)(name, **values)
+            case ev.Exit():
+                self._exit = action
+            case _:
+                assert_never(action)
+
+    def _connect(self, address: str) -> None:
+        self._disconnect()
+        try:
+            self._link = Link(self._context, WORKER, address, max_message_bytes=MAX_PART_BYTES)
+        except UnreachableError as error:
+            self._link_fault = str(error)
+
+    def _disconnect(self, linger_ms: int = 0) -> None:
+        if self._link is not None:
+            self._link.close(linger_ms)
+            self._link = None
+
+    # -- helper threads --------------------------------------------------------------------------------
+
+    def _help(self, name: str, work: Callable[[], ev.Event | None]) -> None:
+        """Run something that waits in a thread of its own; what it returns is told to the session.
+
+        The session orders one discovery or fetch at a time, so there are at most two of them."""
+
+        def run() -> None:
+            event = work()
+            if event is not None:
+                self.tell(event)
+
+        self._helpers = [thread for thread in self._helpers if thread.is_alive()]
+        thread = threading.Thread(target=run, name=f"headrace-{name}", daemon=True)
+        self._helpers.append(thread)
+        thread.start()
+
+    def _discover(self, timeout_s: float) -> ev.Event | None:
+        try:
+            endpoints = addresses.discover(
+                self._address, timeout_s, context=self._context, should_stop=self._is_stopping.is_set
+            )
+        except ConfigError as error:
+            return ev.LoadFailed(ExitCode.CONFIG, str(error))
+        except (HeadraceError, zmq.ZMQError) as error:
+            return ev.BrokerNotFound(str(error))
+        return ev.BrokerFound(endpoints)
+
+    def _fetch(self, models: tuple[ModelSpec, ...], control: str) -> ev.Event | None:
+        try:
+            with ControlChunks(self._context, control, self._limits, self._is_stopping.is_set) as source:
+                files = self._cache.ensure(models, source)
+        except StoppedError:
+            return None
+        except ConfigError as error:
+            return ev.LoadFailed(ExitCode.CONFIG, str(error))
+        except (FetchError, zmq.ZMQError) as error:
+            return ev.FetchFailed(models, str(error))
+        return ev.ModelsFetched(models, files)
+
+    def _close(self) -> None:
+        self._is_stopping.set()
+        self._disconnect(LINGER_MS)
+        self._pipeline.close(timeout_s=0.2)
+        for thread in self._helpers:
+            thread.join(timeout=1.0)
+        if not any(thread.is_alive() for thread in self._helpers):
+            # A socket that a helper still holds would let term() wait for ever; the process ends anyway.
+            self._context.term()
+        self._waker.close()
