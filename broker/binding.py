@@ -53,6 +53,7 @@ class BoundSockets:
     context: Context
     by_role: dict[Role, Socket] = field(default_factory=dict)
     addresses: dict[Role, str] = field(default_factory=dict)
+    ipc_paths: list[Path] = field(default_factory=list)
 
     def __enter__(self) -> Self:
         return self
@@ -62,8 +63,19 @@ class BoundSockets:
 
     def close(self) -> None:
         """Close all sockets; waits up to their linger for what is still queued to living peers."""
+        self._close(linger_ms=None)
+
+    def abandon(self) -> None:
+        """Close all sockets at once; what is still queued is lost."""
+        self._close(linger_ms=0)
+
+    def _close(self, linger_ms: int | None) -> None:
+        # ZeroMQ leaves the files of ipc sockets behind. They go while we still listen: from then on a new
+        # broker that binds the path has a file of its own, which is not ours to delete.
+        for path in self.ipc_paths:
+            path.unlink(missing_ok=True)
         for socket in self.by_role.values():
-            socket.close()
+            socket.close(linger_ms)
         self.context.term()
 
 
@@ -77,10 +89,10 @@ def bind_sockets(settings: ShellSettings) -> BoundSockets:
             socket = make_socket(bound.context, plan.role, settings)
             bound.by_role[plan.role] = socket
             bound.addresses[plan.role] = _bind_ipc(socket, plan) if plan.path else _bind_tcp(socket, plan)
+            if plan.path and not plan.path.startswith("@"):
+                bound.ipc_paths.append(Path(plan.path))
     except BaseException:
-        for socket in bound.by_role.values():
-            socket.close(linger=0)
-        bound.context.term()
+        bound.abandon()
         raise
     return bound
 

@@ -37,7 +37,7 @@ def context() -> Iterator[zmq.Context[Socket]]:
 
 @pytest.mark.parametrize("role", list(Role), ids=lambda role: role.value)
 def test_every_socket_has_its_options_set(role: Role, context: zmq.Context[Socket]) -> None:
-    """What the table says is what the socket has, and every socket has a bound on linger, queue and message."""
+    """What the table says is what the socket has; linger, queue and message are bounded on each."""
     table = options_for(role, settings())
 
     with make_socket(context, role, settings()) as socket:

@@ -1,0 +1,189 @@
+"""Answers to control requests: status, positions, replay, drain, fetch.
+
+Each method checks its parameters one by one and names the one that is wrong. No answer is larger than a page:
+what does not fit is asked for again with the place where the last page ended. Not here: sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from headrace.broker.core import BrokerCore
+from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
+from headrace.errors import Code, RemoteError
+from headrace.protocol.messages import Limits, ReplayReply, Reply, Request, Value
+
+Params: TypeAlias = "dict[str, Value]"
+
+#: Payload bytes of one replay answer. A subscriber that is far behind takes several; none holds the loop for
+#: more than about a millisecond.
+MAX_REPLAY_BYTES = 4 * 1024 * 1024
+
+#: Streams in one answer of ``status`` and of ``positions``. A stream's id has up to 128 bytes and its
+#: status about 200 more, so that a page stays well under the 1 MiB that a header may have.
+MAX_STREAMS_PER_PAGE = 1_000
+
+#: Topics one ``positions`` request may name.
+MAX_TOPICS = 1_024
+
+_MAX_U64 = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerInfo:
+    """What status says beside the core's own account: constant for the life of the broker."""
+
+    release: str
+    pid: int
+    addresses: dict[str, str]
+
+
+class Control:
+    """Answers one request at a time, in the thread that owns the core.
+
+    ``request_drain(is_final)`` begins a drain; ``is_final`` also ends the broker once it is drained.
+    """
+
+    def __init__(
+        self,
+        core: BrokerCore,
+        store: ModelStore,
+        limits: Limits,
+        info: BrokerInfo,
+        request_drain: Callable[[bool], None],
+    ) -> None:
+        self._core = core
+        self._store = store
+        self._limits = limits
+        self._info = info
+        self._request_drain = request_drain
+        self._methods: dict[str, Callable[[Request, int], Reply | ReplayReply]] = {
+            "status": self._status,
+            "positions": self._positions,
+            "replay": self._replay,
+            "drain": self._drain,
+            "fetch": self._fetch,
+        }
+
+    def answer(self, request: Request, now_ns: int) -> Reply | ReplayReply:
+        """Return the answer; a refusal is a Reply with a code."""
+        method = self._methods.get(request.method)
+        if method is None:
+            known = ", ".join(sorted(self._methods))
+            return Reply(
+                request.id,
+                code=Code.UNKNOWN_METHOD,
+                message=f"no method {request.method[:64]!r}; there are {known}",
+            )
+        try:
+            return method(request, now_ns)
+        except RemoteError as error:
+            return Reply(request.id, code=error.code, message=error.message)
+
+    def _status(self, request: Request, now_ns: int) -> Reply:
+        params = _Checked(request.params, {"streams_after", "max_streams"})
+        after = params.text("streams_after", "")
+        count = params.integer("max_streams", MAX_STREAMS_PER_PAGE, 0, MAX_STREAMS_PER_PAGE)
+        result = dict(self._core.status(now_ns))
+        streams = result.get("streams")
+        if isinstance(streams, dict):
+            result["streams"], result["streams_next"] = _page(streams, after, count)
+        result["broker"] = {
+            "release": self._info.release,
+            "pid": self._info.pid,
+            "addresses": dict(self._info.addresses),
+        }
+        return Reply(request.id, result)
+
+    def _positions(self, request: Request, _now_ns: int) -> Reply:
+        params = _Checked(request.params, {"topics", "streams_after"})
+        topics = params.texts("topics", MAX_TOPICS)
+        after = params.text("streams_after", "")
+        result = dict(self._core.positions(topics))
+        streams = result.get("streams")
+        if isinstance(streams, dict):
+            result["streams"], result["streams_next"] = _page(streams, after, MAX_STREAMS_PER_PAGE)
+        return Reply(request.id, result)
+
+    def _replay(self, request: Request, _now_ns: int) -> ReplayReply:
+        params = _Checked(request.params, {"stream", "boot", "first", "last", "max_bytes"})
+        outcomes, missed, has_more = self._core.replay(
+            params.text("stream"),
+            params.integer("boot", None, 0, _MAX_U64),
+            params.integer("first", None, 0, _MAX_U64),
+            params.integer("last", None, 0, _MAX_U64),
+            params.integer("max_bytes", MAX_REPLAY_BYTES, 1, MAX_REPLAY_BYTES),
+        )
+        return ReplayReply(request.id, tuple(outcomes), tuple(missed), has_more)
+
+    def _drain(self, request: Request, _now_ns: int) -> Reply:
+        params = _Checked(request.params, {"stop"})
+        is_final = params.flag("stop", default=False)
+        self._request_drain(is_final)
+        return Reply(request.id, {"unfinished": self._core.account.unfinished, "stop": is_final})
+
+    def _fetch(self, request: Request, _now_ns: int) -> Reply:
+        params = _Checked(request.params, {"sha256", "offset", "nbytes"})
+        chunk, total = self._store.read_chunk(
+            params.text("sha256"),
+            params.integer("offset", 0, 0, 2**63 - 1),
+            params.integer("nbytes", MAX_CHUNK_BYTES, 1, _MAX_U64),
+        )
+        return Reply(request.id, {"total": total}, payloads=(chunk,))
+
+
+class _Checked:
+    """Parameters read one by one; each reader raises RemoteError ``bad_params`` that names the parameter."""
+
+    def __init__(self, params: Params, known: set[str]) -> None:
+        unknown = sorted(params.keys() - known)
+        if unknown:
+            expected = ", ".join(sorted(known))
+            raise RemoteError(Code.BAD_PARAMS, f"unknown parameter {unknown[0][:64]!r}; there are {expected}")
+        self._params = params
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._params.get(name, default)
+        if not isinstance(value, str):
+            raise self._wrong(name, "a string")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        value = self._params.get(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false")
+        return value
+
+    def integer(self, name: str, default: int | None, lowest: int, highest: int) -> int:
+        value = self._params.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+            raise self._wrong(name, f"an integer from {lowest} to {highest}")
+        return value
+
+    def texts(self, name: str, max_count: int) -> list[str]:
+        value = self._params.get(name)
+        if not isinstance(value, list) or len(value) > max_count:
+            raise self._wrong(name, f"a list of at most {max_count} strings")
+        texts = [item for item in value if isinstance(item, str)]
+        if len(texts) != len(value):
+            raise self._wrong(name, f"a list of at most {max_count} strings")
+        return texts
+
+    def _wrong(self, name: str, expected: str) -> RemoteError:
+        is_missing = name not in self._params
+        return RemoteError(
+            Code.BAD_PARAMS,
+            f"parameter {name!r} {'is missing' if is_missing else 'is wrong'}: it must be {expected}",
+        )
+
+
+def _page(streams: dict[str, Value], after: str, count: int) -> tuple[dict[str, Value], str]:
+    """Return the next streams by name, and the last one's name if there are more ("" if not)."""
+    if not after and len(streams) <= count:
+        return streams, ""
+    names = sorted(name for name in streams if name > after)
+    taken = names[:count]
+    has_more = len(names) > len(taken) > 0
+    return {name: streams[name] for name in taken}, taken[-1] if has_more else ""

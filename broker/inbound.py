@@ -1,0 +1,204 @@
+"""Turn received messages into events for the core, or into answers where the core has no say.
+
+Not here: sockets (``shell`` reads them), decisions. A message that can't be read or that arrives on the wrong
+socket is answered where its sender can be answered, counted by code, logged once an interval, and forgotten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+import zmq
+
+from headrace.broker import events
+from headrace.broker.control import Control
+from headrace.broker.counters import Counters, count
+from headrace.broker.outbound import PREFIXES, Outbound
+from headrace.broker.sockets import Role, Socket, receive, receive_routed
+from headrace.errors import Code, RemoteProtocolError
+from headrace.protocol import codec
+from headrace.protocol.messages import (
+    Discover,
+    Done,
+    Endpoints,
+    Failed,
+    Frames,
+    Goodbye,
+    Heartbeat,
+    Hello,
+    Limits,
+    Message,
+    Ready,
+    Request,
+    WorkerHello,
+)
+
+#: Where each message of a peer belongs; on another socket it is answered with the right address.
+_HOME: dict[type, Role] = {
+    Frames: Role.FRAMES,
+    Hello: Role.FRAMES,
+    WorkerHello: Role.WORKERS,
+    Ready: Role.WORKERS,
+    Done: Role.WORKERS,
+    Failed: Role.WORKERS,
+    Request: Role.CONTROL,
+}
+
+_SUBSCRIBE = 1
+_UNSUBSCRIBE = 0
+
+log = structlog.get_logger()
+
+
+class Inbound:
+    """Reads one message at a time from one socket. ``tell(event, now_ns)`` hands an event to the core."""
+
+    def __init__(
+        self,
+        sockets: dict[Role, Socket],
+        outbound: Outbound,
+        control: Control,
+        endpoints: Endpoints,
+        limits: Limits,
+        counters: Counters,
+        tell: Callable[[events.Event, int], None],
+    ) -> None:
+        self._sockets = sockets
+        self._outbound = outbound
+        self._control = control
+        self._endpoints = endpoints
+        self._limits = limits
+        self._counters = counters
+        self._tell = tell
+        self._takers: dict[Role, Callable[[bytes, Message, int], bool]] = {
+            Role.FRAMES: self._take_from_producer,
+            Role.WORKERS: self._take_from_worker,
+            Role.CONTROL: self._take_from_caller,
+        }
+
+    def drain(self, role: Role, max_count: int, now: Callable[[], int]) -> None:
+        """Take up to ``max_count`` messages from one socket."""
+        take = {Role.INTAKE: self._take_intake, Role.RESULTS: self._take_subscription}.get(role)
+        taken = 0
+        try:
+            for _ in range(max_count):
+                if take is None:
+                    self._take_routed(role, now)
+                else:
+                    take(now())
+                taken += 1
+        except zmq.Again:
+            pass
+        count(self._counters.received_count, role.value, taken)
+
+    def _take_routed(self, role: Role, now: Callable[[], int]) -> None:
+        routing_id, parts = receive_routed(self._sockets[role])
+        peer = PREFIXES[role] + routing_id
+        now_ns = now()
+        try:
+            message = codec.decode(parts, self._limits)
+            if not self._takers[role](peer, message, now_ns):
+                raise self._misplaced(message)
+        except RemoteProtocolError as error:
+            self._outbound.refuse(peer, error)
+            self._report_misbehaved(role, peer, error, now_ns)
+
+    def _take_intake(self, now_ns: int) -> None:
+        parts = receive(self._sockets[Role.INTAKE])
+        try:
+            message = codec.decode(parts, self._limits)
+            if not isinstance(message, Frames):
+                raise self._misplaced(message)
+        except RemoteProtocolError as error:
+            self._report_misbehaved(Role.INTAKE, None, error, now_ns)
+            return
+        for frame in message.frames:
+            self._tell(events.FrameArrived(None, frame), now_ns)
+
+    def _take_subscription(self, now_ns: int) -> None:
+        parts = receive(self._sockets[Role.RESULTS])
+        change = bytes(parts[0])
+        if len(parts) == 1 and change[:1] == bytes([_SUBSCRIBE]):
+            self._counters.subscription_count += 1
+            self._outbound.confirm_subscription(change[1:])
+        elif len(parts) == 1 and change[:1] == bytes([_UNSUBSCRIBE]):
+            self._counters.subscription_count -= 1
+        else:
+            error = RemoteProtocolError(Code.UNEXPECTED_TYPE, "the results socket takes subscriptions only")
+            self._report_misbehaved(Role.RESULTS, None, error, now_ns)
+
+    def _take_from_producer(self, peer: bytes, message: Message, now_ns: int) -> bool:
+        match message:
+            case Frames(frames):
+                for frame in frames:
+                    self._tell(events.FrameArrived(peer, frame), now_ns)
+            case Heartbeat():
+                self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
+            case Hello():
+                self._tell(events.ProducerArrived(peer, message), now_ns)
+            case Goodbye():
+                self._outbound.forget(peer)
+                self._tell(events.ProducerLeft(peer), now_ns)
+            case Discover():
+                self._outbound.introduce(peer)
+            case _:
+                return False
+        return True
+
+    def _take_from_worker(self, peer: bytes, message: Message, now_ns: int) -> bool:
+        match message:
+            case Done():
+                self._tell(events.BatchDone(peer, message), now_ns)
+            case Heartbeat():
+                self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True), now_ns)
+            case Failed():
+                self._tell(events.BatchFailed(peer, message), now_ns)
+            case Ready():
+                self._tell(events.WorkerReady(peer, message), now_ns)
+            case WorkerHello():
+                self._tell(events.WorkerArrived(peer, message), now_ns)
+            case Goodbye():
+                self._tell(events.WorkerLeft(peer), now_ns)
+            case Discover():
+                self._outbound.introduce(peer)
+            case _:
+                return False
+        return True
+
+    def _take_from_caller(self, peer: bytes, message: Message, now_ns: int) -> bool:
+        match message:
+            case Request():
+                self._outbound.reply(peer, self._control.answer(message, now_ns))
+            case Heartbeat() | Goodbye():
+                pass  # control calls stand alone: there is no session to keep alive or to end
+            case Discover():
+                self._outbound.introduce(peer)
+            case _:
+                return False
+        return True
+
+    def _misplaced(self, message: Message) -> RemoteProtocolError:
+        name = type(message).__name__
+        home = _HOME.get(type(message))
+        if home is None:
+            return RemoteProtocolError(
+                Code.UNEXPECTED_TYPE, f"{name} is never sent to a broker's socket like this"
+            )
+        address = getattr(self._endpoints, home.value)
+        return RemoteProtocolError(
+            Code.UNEXPECTED_TYPE, f"{name} belongs on the {home.value} socket of this broker, {address}"
+        )
+
+    def _report_misbehaved(
+        self, role: Role, peer: bytes | None, error: RemoteProtocolError, now_ns: int
+    ) -> None:
+        count(self._counters.misbehaved_count, error.code)
+        log.warning(
+            "message not understood",
+            code=error.code,
+            socket=role.value,
+            peer=peer[1:].hex() if peer else "",
+            reason=error.message,
+        )
+        self._tell(events.PeerMisbehaved(peer, error.code), now_ns)

@@ -1,0 +1,186 @@
+"""Prometheus text and readiness, made from one snapshot of the loop.
+
+Not here: histograms of stages, a metric per stream (streams come and go by the thousand; ``headrace status``
+shows them). Every figure of the core comes from ``BrokerCore.status``, so that both always agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from headrace.broker.counters import Counters
+from headrace.broker.http import PLAIN, Answer
+from headrace.broker.snapshot import Snapshot, Snapshots
+
+#: How long a scrape waits for the loop. Prometheus gives up after 10 s by default; a loop that does not turn
+#: within this is overloaded, and its last figures with their age say more than an error.
+SNAPSHOT_TIMEOUT_S = 2.0
+
+#: status() of the core is nested plain data; what each part holds is written in broker/status.py.
+Status: TypeAlias = "dict[str, Any]"
+
+_OUTCOMES = ("ok", "error", "expired", "superseded", "rejected")
+_CLASS_LABELS = ("model", "version", "size_class")
+
+
+def render_metrics(snapshots: Snapshots) -> Answer:
+    """Answer /metrics: 503 when the loop has never turned, else the text."""
+    snapshot = snapshots.get(SNAPSHOT_TIMEOUT_S)
+    if snapshot is None:
+        return 503, PLAIN, b"the loop has not turned yet\n"
+    registry = CollectorRegistry()
+    registry.register(_SnapshotCollector(snapshot))
+    return 200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry)
+
+
+def render_readiness(snapshots: Snapshots) -> Answer:
+    """Answer /readyz: 200 when every model has a worker that serves it and no drain has begun."""
+    snapshot = snapshots.get(SNAPSHOT_TIMEOUT_S)
+    if snapshot is None:
+        return 503, PLAIN, b"the loop has not turned yet\n"
+    status: Status = snapshot.status
+    if status["is_draining"]:
+        return 503, PLAIN, b"draining\n"
+    missing = [f"{model['name']}:{model['version']}" for model in status["models"] if not model["workers"]]
+    if missing:
+        return 503, PLAIN, f"no worker is ready for {', '.join(missing)}\n".encode()
+    return 200, PLAIN, b"ready\n"
+
+
+class _SnapshotCollector(Collector):
+    """Turns one snapshot into metric families."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: the registry would otherwise collect once more to learn the names."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        status: Status = self._snapshot.status
+        age_s = (time.monotonic_ns() - self._snapshot.taken_ns) / 1e9
+        yield _gauge("snapshot_age_seconds", "How old these figures are.", age_s)
+        yield from _frame_metrics(status)
+        yield from _bound_metrics(status)
+        yield from _class_metrics(status["classes"])
+        yield from _worker_metrics(status)
+        yield from _shell_metrics(self._snapshot.counters)
+
+
+def _frame_metrics(status: Status) -> Iterator[Metric]:
+    account = status["account"]
+    yield _counter("frames_received", "Frames that could be read.", account["received"])
+    yield _counter("frames_accepted", "Frames that were admitted.", account["accepted"])
+    yield _counter("frames_duplicate", "Frames sent again and recognised.", account["duplicates"])
+    outcomes = {name: account[name] for name in _OUTCOMES}
+    yield _counters("outcomes", "Published ends of frames.", "status", outcomes)
+    yield _gauge("frames_unfinished", "Admitted frames without an outcome.", account["unfinished"])
+    yield _counters("rejects", "Frames that were not admitted.", "code", status["rejected_by_code"])
+    yield _counters("errors", "Frames that ended as error.", "code", status["error_by_code"])
+    yield _counters("misbehaved", "Messages that can't be read.", "code", status["misbehaved_by_code"])
+    yield _counter("frames_requeued", "Frames put back after their worker was lost.", status["requeued"])
+    yield _counter("late_done", "Results that came too late to count.", status["late_done"])
+
+
+def _bound_metrics(status: Status) -> Iterator[Metric]:
+    yield _gauge("unfinished_bytes", "Payload bytes of unfinished frames.", status["unfinished_bytes"])
+    yield _gauge("unfinished_bytes_limit", "Their bound: admission.max_bytes.", status["max_bytes"])
+    yield _gauge("retained_outcomes", "Outcomes kept for replay.", status["retained"])
+    yield _gauge("retained_bytes", "Memory of outcomes kept for replay.", status["retained_bytes"])
+    yield _gauge("retained_bytes_limit", "Its bound: retention.max_bytes.", status["retention_bytes"])
+    yield _gauge("streams", "Streams that are remembered.", status["streams_count"])
+    yield _gauge("producers", "Producers in a session.", status["producers_count"])
+
+
+def _class_metrics(classes: list[Status]) -> Iterator[Metric]:
+    queued = GaugeMetricFamily(
+        "headrace_queued_frames", "Waiting frames.", labels=[*_CLASS_LABELS, "priority"]
+    )
+    for one in classes:
+        for priority, count in one["queued"].items():
+            queued.add_metric([*_class_labels(one), str(priority)], count)
+    yield queued
+    gauges = {
+        "in_flight": ("in_flight_frames", "Frames at workers."),
+        "mean_batch": ("mean_batch_frames", "Mean frames of a batch since the start."),
+        "padding_waste": ("padding_waste_ratio", "Share of batched pixels that is padding, 0 to 1."),
+        "oldest_wait_ms": ("oldest_wait_milliseconds", "How long the longest waiting frame has waited."),
+        "workers": ("class_workers", "Workers that serve the size class."),
+    }
+    for key, (name, text) in gauges.items():
+        family = GaugeMetricFamily(f"headrace_{name}", text, labels=_CLASS_LABELS)
+        for one in classes:
+            family.add_metric(_class_labels(one), one[key])
+        yield family
+    for key, (name, text) in {
+        "batches": ("batches", "Batches sent to workers."),
+        "frames_batched": ("batched_frames", "Frames sent to workers."),
+    }.items():
+        total = CounterMetricFamily(f"headrace_{name}", text, labels=_CLASS_LABELS)
+        for one in classes:
+            total.add_metric(_class_labels(one), one[key])
+        yield total
+
+
+def _class_labels(one: Status) -> list[str]:
+    return [str(one[label]) for label in _CLASS_LABELS]
+
+
+def _worker_metrics(status: Status) -> Iterator[Metric]:
+    states: dict[str, int] = {}
+    busy = GaugeMetricFamily(
+        "headrace_worker_busy_ratio", "Share of its time a worker has run batches.", labels=["worker"]
+    )
+    for worker in status["workers"]:
+        states[worker["state"]] = states.get(worker["state"], 0) + 1
+        busy.add_metric([worker["id"]], worker["busy_share"])
+    workers = GaugeMetricFamily("headrace_workers", "Workers by state.", labels=["state"])
+    for state in ("preparing", "ready", "leaving"):
+        workers.add_metric([state], states.get(state, 0))
+    yield workers
+    yield busy
+    yield _counter("workers_lost", "Workers that went without a goodbye.", status["workers_lost"])
+
+
+def _shell_metrics(counters: Counters) -> Iterator[Metric]:
+    yield _counter("published_outcomes", "Outcomes published.", counters.published_count)
+    yield _counter("published_messages", "Messages they were bundled into.", counters.published_message_count)
+    yield _gauge("subscriptions", "Standing subscriptions.", counters.subscription_count)
+    yield _counter("sends_unreachable", "Sends that found their peer gone.", counters.unreachable_count)
+    yield _counters("messages_received", "Messages taken in.", "socket", counters.received_count)
+    yield _counters("connections_made", "Handshakes completed.", "socket", counters.connected_count)
+    yield _counters("connections_lost", "Connections ended.", "socket", counters.disconnected_count)
+    yield _counters(
+        "handshakes_failed",
+        "Connections that broke the transport.",
+        "socket",
+        counters.handshake_failed_count,
+    )
+    yield _counters("reports", "Changes of state, as logged.", "name", counters.reports)
+    yield _counter("loop_turns", "Turns of the broker's loop.", counters.turn_count)
+    yield _counter("loop_busy_seconds", "Time in turns, waiting left out.", counters.busy_ns / 1e9)
+    yield _gauge("loop_longest_turn_seconds", "The longest turn so far.", counters.longest_turn_ns / 1e9)
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"headrace_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"headrace_{name}", text, value=value)
+
+
+def _counters(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+    family = CounterMetricFamily(f"headrace_{name}", text, labels=[label])
+    for key, value in values.items():
+        family.add_metric([key], value)
+    return family

@@ -1,0 +1,213 @@
+"""Carry out the core's actions: encode and send, without ever waiting.
+
+A peer that can't be sent to is noted in ``unreachable``; the shell tells the core in the same turn. Not here:
+when actions are carried out, and anything that is read.
+"""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from typing import assert_never
+
+import structlog
+import zmq
+
+from headrace.broker import actions
+from headrace.broker.counters import Counters, count
+from headrace.broker.sockets import Role, Socket, send
+from headrace.errors import RemoteError
+from headrace.protocol import codec
+from headrace.protocol.messages import (
+    Buffer,
+    Cancel,
+    Endpoints,
+    Goodbye,
+    Heartbeat,
+    Limits,
+    Message,
+    ModelSpec,
+    Outcome,
+    Outcomes,
+    Refused,
+    ReplayReply,
+    Setup,
+    Subscribed,
+    Welcome,
+)
+
+#: Outcomes of one stream put into one published message at most.
+MAX_BUNDLE = 64
+
+#: Each routing id stands before the core with the letter of its socket: no two sockets' peers are ever
+#: confused.
+PREFIXES: dict[Role, bytes] = {Role.FRAMES: b"f", Role.WORKERS: b"w", Role.CONTROL: b"c"}
+
+_ROLES = {prefix[0]: role for role, prefix in PREFIXES.items()}
+
+log = structlog.get_logger()
+
+
+class Outbound:
+    """Sends to peers and publishes. Owned by the loop's thread, as the sockets are."""
+
+    def __init__(
+        self,
+        sockets: dict[Role, Socket],
+        endpoints: Endpoints,
+        limits: Limits,
+        heartbeat_ms: int,
+        counters: Counters,
+    ) -> None:
+        self._sockets = {prefix: sockets[role] for prefix, role in _ROLES.items()}
+        self._results = sockets[Role.RESULTS]
+        self._endpoints = endpoints
+        self._limits = limits
+        self._heartbeat_ms = heartbeat_ms
+        self._counters = counters
+        self._heartbeat = codec.encode(Heartbeat())
+        self._greeted: dict[bytes, None] = {}  # peers that are told when the broker stops
+        self.unreachable: list[bytes] = []
+
+    def carry_out(self, todo: list[actions.Action]) -> None:
+        """Carry out the actions in their order. Consecutive outcomes of one stream leave as one message."""
+        index = 0
+        while index < len(todo):
+            action = todo[index]
+            index += 1
+            match action:
+                case actions.PublishOutcome(outcome):
+                    bundle = [outcome]
+                    while index < len(todo) and len(bundle) < MAX_BUNDLE:
+                        following = todo[index]
+                        if (
+                            not isinstance(following, actions.PublishOutcome)
+                            or following.outcome.stream != outcome.stream
+                        ):
+                            break
+                        bundle.append(following.outcome)
+                        index += 1
+                    self._publish(bundle)
+                case actions.SendBatch(peer, batch):
+                    self.send(peer, batch)
+                case actions.GrantCredit(peer, credit):
+                    self.send(peer, credit)
+                case actions.SendReject(peer, reject):
+                    self.send(peer, reject)
+                case actions.SendHeartbeat(peer):
+                    self._send_parts(peer, self._heartbeat)
+                case _:
+                    self._carry_out_rare(action)
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        """Send one message; return whether the peer could be sent to."""
+        return self._send_parts(peer, codec.encode(message))
+
+    def reply(self, peer: bytes, message: Message) -> None:
+        """Answer a control request. A replay whose header came out too large is cut, and says so."""
+        parts = codec.encode(message)
+        while (
+            isinstance(message, ReplayReply)
+            and len(parts[0]) > self._limits.max_header_bytes
+            and len(message.outcomes) > 1
+        ):
+            kept = message.outcomes[: len(message.outcomes) // 2]
+            message = replace(message, outcomes=kept, has_more=True)
+            parts = codec.encode(message)
+        self._send_parts(peer, parts)
+
+    def refuse(self, peer: bytes, error: RemoteError) -> None:
+        """Tell a peer that its message was not taken, and why."""
+        self.send(peer, Refused(error.code, error.message))
+
+    def introduce(self, peer: bytes) -> None:
+        """Answer Discover."""
+        self.send(peer, self._endpoints)
+
+    def confirm_subscription(self, topic: bytes) -> None:
+        """Publish, on exactly this topic, that the subscription has been taken."""
+        text = topic.removesuffix(b"\0").decode(errors="replace")
+        send(self._results, [topic, *codec.encode(Subscribed(self._endpoints.boot, text))])
+
+    def say_goodbye(self, reason: str) -> None:
+        """Tell every peer that introduced itself that the broker stops."""
+        parts = codec.encode(Goodbye(reason))
+        for peer in list(self._greeted):
+            self._send_parts(peer, parts)
+
+    def forget(self, peer: bytes) -> None:
+        """Forget a peer that left."""
+        self._greeted.pop(peer, None)
+
+    def _carry_out_rare(self, action: actions.Action) -> None:
+        match action:
+            case actions.CancelBatch(peer, batch):
+                self.send(peer, Cancel(batch))
+            case actions.WelcomeProducer(peer, credits_count, models):
+                self._greet(peer, self._welcome(credits_count, models))
+            case actions.SetUpWorker(peer, models):
+                self._greet(peer, self._setup(models))
+            case actions.RefusePeer(peer, code, message):
+                self._greeted.pop(peer, None)
+                self.send(peer, Refused(code, message))
+            case actions.Report(name, values):
+                count(self._counters.reports, name)
+                log.info(name, **values)
+            case (
+                actions.PublishOutcome()
+                | actions.SendBatch()
+                | actions.GrantCredit()
+                | actions.SendReject()
+                | actions.SendHeartbeat()
+            ):
+                raise AssertionError(f"carry_out() owns {type(action).__name__}")
+            case _:
+                assert_never(action)
+
+    def _greet(self, peer: bytes, message: Message) -> None:
+        if self.send(peer, message):
+            self._greeted[peer] = None
+
+    def _welcome(self, credits_count: int, models: tuple[ModelSpec, ...]) -> Welcome:
+        return Welcome(
+            boot=self._endpoints.boot,
+            credits=credits_count,
+            heartbeat_ms=self._heartbeat_ms,
+            limits=self._limits,
+            models=tuple(replace(model, files=()) for model in models),
+            endpoints=self._endpoints,
+        )
+
+    def _setup(self, models: tuple[ModelSpec, ...]) -> Setup:
+        return Setup(
+            boot=self._endpoints.boot,
+            heartbeat_ms=self._heartbeat_ms,
+            limits=self._limits,
+            models=models,
+            endpoints=self._endpoints,
+        )
+
+    def _publish(self, outcomes: list[Outcome]) -> None:
+        """Publish outcomes of one stream, in as few messages as their headers allow."""
+        parts = codec.encode_published(Outcomes(tuple(outcomes)))
+        if len(outcomes) > 1 and len(parts[1]) > self._limits.max_header_bytes:
+            half = len(outcomes) // 2
+            self._publish(outcomes[:half])
+            self._publish(outcomes[half:])
+            return
+        # XPUB never refuses: a subscriber whose queue is full loses the message and sees the gap.
+        send(self._results, parts)
+        self._counters.published_count += len(outcomes)
+        self._counters.published_message_count += 1
+
+    def _send_parts(self, peer: bytes, parts: list[Buffer]) -> bool:
+        try:
+            send(self._sockets[peer[0]], [peer[1:], *parts])
+        except zmq.ZMQError as error:
+            if error.errno not in {errno.EAGAIN, errno.EHOSTUNREACH}:
+                raise
+            self._counters.unreachable_count += 1
+            self._greeted.pop(peer, None)
+            self.unreachable.append(peer)
+            return False
+        return True
