@@ -49,9 +49,13 @@ class PeerHeard:
 
 @dataclass(frozen=True, slots=True)
 class PeerUnreachable:
-    """A send found the peer's connection gone: nothing sent to it since will arrive."""
+    """A send found the peer's connection gone: nothing sent to it since will arrive.
+
+    ``undelivered`` names the batches whose own send failed: they were never with the worker, so their frames
+    are not suspected of having killed it."""
 
     peer: bytes
+    undelivered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,11 @@ class SuspectLine:
         self._line.append(record)
         self._note_expiry(record)
 
+    def push_front(self, record: FrameRecord) -> None:
+        """Put back a frame that was taken but not run."""
+        self._line.appendleft(record)
+        self._note_expiry(record)
+
     def pop(self) -> FrameRecord:
         """Take the first frame. Requires one."""
         return self._line.popleft()

@@ -31,6 +31,9 @@ from headrace.protocol.messages import BadFrame, Frame, Outcome, Status, Timing,
 #: tracemalloc on CPython 3.11 and rounded up.
 OUTCOME_OVERHEAD_BYTES = 1024
 
+#: Ranges end here at the latest: they cross the wire as u64.
+_MAX_U64 = 2**64 - 1
+
 #: The publication order is swept when it holds more entries than this and over half are dead.
 _SWEEP_ABOVE = 256
 
@@ -262,7 +265,7 @@ class OutcomeLog:
             Outcomes ascending; half-open ranges [start, stop) that are lost; True if the answer was cut.
         """
         if boot != self._boot:
-            return [], [(first, last + 1)], False
+            return [], [(first, min(last + 1, _MAX_U64))], False
         stop = min(last + 1, self._streams.next_pub_seq(name) or 0)
         if first >= stop:
             return [], [], False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import islice
 from typing import TYPE_CHECKING
 
 from headrace.broker.model_table import ServedClass
@@ -14,22 +13,18 @@ from headrace.protocol.messages import Value
 if TYPE_CHECKING:
     from headrace.broker.core import BrokerCore
 
-#: Streams and producers shown in full; beyond this a status would be megabytes. The counts stay exact.
-SHOWN_COUNT = 1_000
-
 _NS_PER_MS = 1e6
 
 
-def status_of(core: BrokerCore, now_ns: int) -> dict[str, Value]:
-    """Return the broker's state: account, classes, workers, streams, producers, models, bounds in use."""
+def status_of(core: BrokerCore, now_ns: int, *, has_streams: bool) -> dict[str, Value]:
+    """Return the broker's state: account, classes, workers, streams, producers, models, bounds in use.
+    ``has_streams`` False leaves the streams empty."""
     outcomes = core.outcomes
     streams: dict[str, Value] = {
         stream.name: _stream(core, stream, now_ns)
-        for stream in islice(core.streams.by_name.values(), SHOWN_COUNT)
+        for stream in (core.streams.by_name.values() if has_streams else ())
     }
-    producers: list[Value] = [
-        _producer(session, now_ns) for session in islice(core.producers.by_peer.values(), SHOWN_COUNT)
-    ]
+    producers: list[Value] = [_producer(session, now_ns) for session in core.producers.by_peer.values()]
     return {
         "boot": core.boot,
         "is_draining": core.is_draining,
@@ -38,8 +33,8 @@ def status_of(core: BrokerCore, now_ns: int) -> dict[str, Value]:
         "error_by_code": _counts(outcomes.error_by_code),
         "misbehaved_by_code": _counts(core.misbehaved_by_code),
         "late_done": core.late_done_count,
-        "requeued": core.requeued_count,
-        "workers_lost": core.lost_workers_count,
+        "requeued": core.recovery.requeued_count,
+        "workers_lost": core.life.lost_count,
         "unfinished_bytes": outcomes.unfinished_bytes,
         "max_bytes": core.settings.max_bytes,
         "retained": outcomes.retained_count,

@@ -1,0 +1,77 @@
+"""What becomes of the frames of a batch that did not end well: back in line, or to their end.
+
+Not here: when a worker counts as lost (worker_life.py), in which order frames leave the line again
+(queues.py).
+
+If a lost worker's frames may have killed it they become suspects: each runs alone, and one that was lost
+with ``max_attempts`` workers ends as an error, ``poison_frame`` when it was alone with the last of them. A
+batch that failed without killing its worker is halved until the frame at fault is alone. A content hash of
+poison frames, to refuse them for a while, belongs where ``poison_frame`` is given.
+"""
+
+from __future__ import annotations
+
+from headrace.broker.actions import Action
+from headrace.broker.inflight import InFlightBatch
+from headrace.broker.outcomes import OutcomeLog
+from headrace.broker.records import End, FrameRecord, FrameState
+from headrace.broker.stream_table import StreamTable
+from headrace.broker.trace import Story
+from headrace.errors import Code
+from headrace.protocol.messages import Status
+
+
+class Recovery:
+    """Puts frames back or ends them. Every batch given to it has left the ledger."""
+
+    def __init__(self, max_attempts: int, streams: StreamTable, outcomes: OutcomeLog, story: Story) -> None:
+        self._max_attempts = max_attempts
+        self._streams = streams
+        self._outcomes = outcomes
+        self._story = story
+        self.requeued_count = 0
+
+    def suspect(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
+        """The batch's worker was lost, perhaps by one of these frames."""
+        worker_id = batch.worker.id
+        for record in batch.records:
+            record.lost_with += 1
+            if record.lost_with < self._max_attempts:
+                record.is_suspect = True
+                self._requeue(record, now_ns, f"lost with {worker_id}")
+                batch.served.suspects.push(record)
+                continue
+            code = Code.POISON_FRAME if batch.is_alone else Code.WORKER_LOST
+            message = f"{record.lost_with} workers were lost while they had it, {worker_id} the last"
+            end = End(Status.ERROR, code, message, worker_id, len(batch.records))
+            self._outcomes.finish(record, end, now_ns, actions)
+
+    def put_back(self, batch: InFlightBatch, now_ns: int) -> None:
+        """The batch was handed back unrun, or never left: to the front, last frame first, so that it keeps
+        its order."""
+        for record in reversed(batch.records):
+            self._requeue(record, now_ns, f"batch {batch.batch} handed back")
+            if record.is_suspect:
+                batch.served.suspects.push_front(record)
+            else:
+                batch.served.queue.push_front(record, now_ns)
+
+    def halve(self, batch: InFlightBatch, code: str, now_ns: int) -> None:
+        """The batch failed as a whole and holds more than one frame: each half is tried again."""
+        half = (len(batch.records) + 1) // 2
+        for part in (batch.records[:half], batch.records[half:]):
+            for record in part:
+                self._requeue(record, now_ns, f"batch {batch.batch} failed: {code}")
+            batch.served.queue.push_exact(part)
+
+    def end_waiting(self, record: FrameRecord, end: End, now_ns: int, actions: list[Action]) -> None:
+        """End a frame that has just been taken out of its line."""
+        stream = self._streams.by_name[record.frame.stream]
+        if stream.latest is record:
+            stream.latest = None
+        self._outcomes.finish(record, end, now_ns, actions)
+
+    def _requeue(self, record: FrameRecord, now_ns: int, why: str) -> None:
+        record.state = FrameState.QUEUED
+        self.requeued_count += 1
+        self._story.note(now_ns, record, "requeued", why)

@@ -1,0 +1,208 @@
+"""The life of a worker, from its hello to its end, and what that means for ids, pools and frames.
+
+Not here: what a worker is (worker_registry.py), batches that are done (core.py).
+"""
+
+from __future__ import annotations
+
+from headrace.broker.actions import Action, RefusePeer, Report, SendHeartbeat, SetUpWorker
+from headrace.broker.costs import CostTable
+from headrace.broker.dispatch import Dispatcher
+from headrace.broker.heartbeats import Heartbeats
+from headrace.broker.inflight import Ledger
+from headrace.broker.model_table import ModelTable
+from headrace.broker.recovery import Recovery
+from headrace.broker.worker_registry import (
+    Claim,
+    Service,
+    Worker,
+    WorkerRegistry,
+    WorkerState,
+    find_ready_fault,
+)
+from headrace.errors import Code
+from headrace.protocol.messages import Ready, Value, WorkerHello
+
+#: How long a worker's id is probed, in heartbeat intervals: one, and a quarter for the way there and back.
+PROBE_INTERVALS = 1.25
+
+
+class WorkerLife:
+    """Changes the worker registry and everything that hangs on it. Invariant: a worker that leaves the
+    registry leaves pools, costs, heartbeats and ledger with it."""
+
+    def __init__(
+        self,
+        max_workers: int,
+        models: ModelTable,
+        workers: WorkerRegistry,
+        beats: Heartbeats,
+        costs: CostTable,
+        ledger: Ledger,
+        dispatcher: Dispatcher,
+        recovery: Recovery,
+    ) -> None:
+        self._max_workers = max_workers
+        self._models = models
+        self._workers = workers
+        self._beats = beats
+        self._costs = costs
+        self._ledger = ledger
+        self._dispatcher = dispatcher
+        self._recovery = recovery
+        self.lost_count = 0
+
+    # -- coming -------------------------------------------------------------------------------------
+
+    def arrive(self, peer: bytes, hello: WorkerHello, now_ns: int, actions: list[Action]) -> None:
+        known = self._workers.by_peer.get(peer)
+        if known is not None:
+            if (known.id, known.hello.instance) == (hello.worker, hello.instance):
+                self.hear(known, now_ns, actions)
+                actions.append(SetUpWorker(peer, self._models.specs()))
+                return
+            self.lose(known, "another worker spoke on its connection", now_ns, actions)
+        self._workers.pop_claim_of(peer)
+        holder = self._workers.by_id.get(hello.worker)
+        if holder is None:
+            self._add_worker(peer, hello, now_ns, actions)
+        elif holder.hello.instance == hello.instance:
+            # The same process on a new connection: it lives, so none of its frames has killed it.
+            self.lose(holder, "reconnected", now_ns, actions, is_suspicious=False)
+            self._add_worker(peer, hello, now_ns, actions)
+        else:
+            self._claim_id(peer, hello, holder, now_ns, actions)
+
+    def _claim_id(
+        self, peer: bytes, hello: WorkerHello, holder: Worker, now_ns: int, actions: list[Action]
+    ) -> None:
+        claim = self._workers.claims.get(holder.id)
+        if claim is not None and claim.hello.instance != hello.instance:
+            self._refuse_id(peer, holder, actions)
+            return
+        until_ns = now_ns + int(self._beats.interval_ns * PROBE_INTERVALS)
+        self._workers.claims[holder.id] = Claim(peer, hello, until_ns)
+        if claim is None:
+            actions.append(SendHeartbeat(holder.peer, is_worker=True))
+
+    def _add_worker(self, peer: bytes, hello: WorkerHello, now_ns: int, actions: list[Action]) -> None:
+        if len(self._workers) >= self._max_workers:
+            message = f"{len(self._workers)} workers are connected, the limit (max_workers)"
+            actions.append(RefusePeer(peer, Code.TOO_MANY_WORKERS, message, is_worker=True))
+            return
+        self._workers.add(peer, hello, self._beats.start(peer, is_worker=True, now_ns=now_ns))
+        actions.append(SetUpWorker(peer, self._models.specs()))
+        actions.append(
+            Report("worker arrived", {"worker": hello.worker, "device": hello.device, "pid": hello.pid})
+        )
+
+    def ready(self, peer: bytes, ready: Ready, now_ns: int, actions: list[Action]) -> None:
+        worker = self._workers.by_peer.get(peer)
+        if worker is None:
+            self.refuse_unknown(peer, actions, is_worker=True)
+            return
+        self.hear(worker, now_ns, actions)
+        fault = find_ready_fault(ready, worker, self._models)
+        if fault is not None:
+            actions.append(RefusePeer(peer, Code.BAD_READY, fault, is_worker=True))
+            actions.append(Report("worker refused", {"worker": worker.id, "reason": fault}))
+            return
+        self._dispatcher.pools.leave(worker)
+        self._costs.forget(worker.id)
+        worker.state = WorkerState.READY
+        worker.slots = ready.slots
+        worker.ready_ns = now_ns
+        worker.notes = tuple(note for profile in ready.models for note in profile.notes)
+        worker.services = self._services_of(worker, ready)
+        self._dispatcher.pools.join(worker)
+        names: list[Value] = [f"{profile.name}:{profile.version}" for profile in ready.models]
+        actions.append(Report("worker ready", {"worker": worker.id, "slots": worker.slots, "models": names}))
+
+    def _services_of(self, worker: Worker, ready: Ready) -> dict[int, Service]:
+        services: dict[int, Service] = {}
+        for profile in ready.models:
+            self._models.learn(profile)
+            model = self._models.get(profile.name, profile.version)
+            if model is None:
+                continue
+            for described in profile.classes:
+                served = model.classes[described.size_class.name]
+                self._costs.seed(worker.id, described, profile.name, profile.version)
+                limits = [served.spec.max_batch_size, described.size_class.max_batch_size]
+                limits += [size for size, _ in described.buckets[-1:]]
+                cost_ns = self._costs.predict_ns(
+                    worker.id, profile.name, profile.version, served.spec.name, min(limits)
+                )
+                services[served.index] = Service(served, min(limits), cost_ns)
+        return services
+
+    def leave(self, peer: bytes, now_ns: int, actions: list[Action]) -> None:
+        worker = self._workers.by_peer.get(peer)
+        if worker is None:
+            self._workers.pop_claim_of(peer)
+            return
+        self.hear(worker, now_ns, actions)
+        self._dispatcher.pools.leave(worker)
+        worker.state = WorkerState.LEAVING
+        actions.append(Report("worker leaving", {"worker": worker.id, "batches": len(worker.in_flight)}))
+        self.forget_if_done(worker, now_ns, actions)
+
+    def forget_if_done(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
+        if worker.state is WorkerState.LEAVING and not worker.in_flight:
+            self._remove(worker, now_ns, actions)
+
+    def lose(
+        self,
+        worker: Worker,
+        reason: str,
+        now_ns: int,
+        actions: list[Action],
+        *,
+        is_suspicious: bool = True,
+    ) -> None:
+        """A worker is gone: put its frames back. ``is_suspicious`` when one of them may have killed it."""
+        batches = list(worker.in_flight.values())
+        for batch in batches:
+            self._ledger.close(batch)
+        values: dict[str, Value] = {
+            "worker": worker.id,
+            "reason": reason,
+            "batches": len(batches),
+            "frames": sum(len(batch.records) for batch in batches),
+        }
+        actions.append(Report("worker lost", values))
+        if is_suspicious:
+            self.lost_count += 1
+            for batch in batches:
+                self._recovery.suspect(batch, now_ns, actions)
+        else:
+            for batch in reversed(batches):
+                self._recovery.put_back(batch, now_ns)
+        self._remove(worker, now_ns, actions)
+
+    def _remove(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
+        self._dispatcher.pools.leave(worker)
+        self._beats.stop(worker.pulse)
+        self._costs.forget(worker.id)
+        claim = self._workers.remove(worker)
+        if claim is not None:
+            self._add_worker(claim.peer, claim.hello, now_ns, actions)
+
+    # -- life signs ---------------------------------------------------------------------------------
+
+    def hear(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
+        worker.pulse.last_heard_ns = now_ns
+        claim = self._workers.claims.pop(worker.id, None)
+        if claim is not None:
+            self._refuse_id(claim.peer, worker, actions)
+
+    def _refuse_id(self, peer: bytes, holder: Worker, actions: list[Action]) -> None:
+        message = (
+            f"worker id {holder.id} is in use by another process (pid {holder.hello.pid},"
+            f" {holder.hello.device}): give this one an id of its own"
+        )
+        actions.append(RefusePeer(peer, Code.ID_IN_USE, message, is_worker=True))
+
+    def refuse_unknown(self, peer: bytes, actions: list[Action], *, is_worker: bool) -> None:
+        message = "this connection has not introduced itself, or was taken for dead: say hello again"
+        actions.append(RefusePeer(peer, Code.UNKNOWN_PEER, message, is_worker=is_worker))
