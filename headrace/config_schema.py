@@ -269,6 +269,16 @@ class WorkerSection(Section):
         "path",
         "Where model files fetched from the broker are kept; empty = HEADRACE_CACHE or ~/.cache/headrace.",
     )
+    grace_ms: int = key(
+        30_000, "ms", "Time that a stopping worker gives its batches to finish.", ge=0, le=MAX_WAIT_MS
+    )
+    give_up_ms: int | None = key(
+        None,
+        "ms",
+        "A worker that has found no broker for this long ends. Left out = it goes on trying.",
+        ge=1,
+        le=86_400_000,
+    )
 
 
 class SupervisorSection(Section):

@@ -21,6 +21,7 @@ from headrace.protocol.messages import (
     Oversize,
     SizeClassSpec,
 )
+from headrace.workers.worker_settings import WorkerSettings
 
 
 def to_core_settings(config: Config) -> CoreSettings:
@@ -75,6 +76,25 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
         grace_ms=broker.grace_ms,
         results_queue_messages=broker.results_queue_messages,
         local_models=_local_models(loaded),
+    )
+
+
+def to_worker_settings(
+    config: Config, *, worker_id: str = "", parent_pid: int | None = None
+) -> WorkerSettings:
+    """Return one worker's settings; ``worker_id`` "" lets it name itself."""
+    worker = config.worker
+    return WorkerSettings(
+        address=worker.connect,
+        device=worker.device,
+        worker_id=worker_id,
+        threads=worker.threads,
+        slots=worker.slots,
+        cache_dir=worker.cache_dir,
+        workers_on_host=worker.count or 1,
+        parent_pid=parent_pid,
+        grace_ms=worker.grace_ms,
+        give_up_ms=worker.give_up_ms,
     )
 
 

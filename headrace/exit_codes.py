@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from headrace.errors import (
-    ConfigError,
-    DeviceError,
-    ModelError,
-    RequestTimeoutError,
-    UnreachableError,
-)
+from headrace.errors import HeadraceError, RequestTimeoutError, UnreachableError
 
 
 class ExitCode(IntEnum):
@@ -25,6 +19,7 @@ class ExitCode(IntEnum):
     MODEL = 65
     UNAVAILABLE = 69
     INTERNAL = 70
+    DEVICE_LOST = 71
     CONFIG = 78
     INTERRUPTED = 130
 
@@ -36,6 +31,7 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.MODEL: "a model can't be served",
     ExitCode.UNAVAILABLE: "the broker did not answer, or the device asked for is not there",
     ExitCode.INTERNAL: "a bug in headrace; HEADRACE_DEBUG=1 shows where",
+    ExitCode.DEVICE_LOST: "a worker's device failed while it served; nothing was published after that",
     ExitCode.CONFIG: "a setting can't be used",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C) before it was done",
 }
@@ -44,14 +40,11 @@ MEANINGS: dict[ExitCode, str] = {
 NEVER_RESTARTED = frozenset({ExitCode.OK, ExitCode.USAGE, ExitCode.MODEL, ExitCode.CONFIG})
 
 
-def exit_code_of(error: Exception) -> ExitCode:
-    """Return the exit code that stands for an error of headrace."""
-    match error:
-        case ConfigError():
-            return ExitCode.CONFIG
-        case ModelError():
-            return ExitCode.MODEL
-        case DeviceError() | UnreachableError() | RequestTimeoutError():
-            return ExitCode.UNAVAILABLE
-        case _:
-            return ExitCode.FAILED
+def exit_code_of(error: Exception) -> int:
+    """Return the exit code that stands for an error: its own ``exit_code``, else by its class."""
+    own = getattr(error, "exit_code", None)
+    if isinstance(own, int):
+        return int(own)
+    if isinstance(error, UnreachableError | RequestTimeoutError):
+        return int(ExitCode.UNAVAILABLE)
+    return int(ExitCode.FAILED if isinstance(error, HeadraceError) else ExitCode.INTERNAL)

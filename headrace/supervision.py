@@ -22,7 +22,7 @@ from headrace.exit_codes import NEVER_RESTARTED, ExitCode
 
 BROKER = "broker"
 
-#: Time beyond the broker's own grace in which it says goodbye and closes its sockets.
+#: Time beyond its own grace in which a process says goodbye and closes its sockets.
 CLOSING_MS = 5_000
 
 
@@ -41,9 +41,8 @@ class Rules:
 
     @classmethod
     def from_config(cls, config: Config, worker_count: int) -> Rules:
-        """Take the rules from the sections supervisor and broker."""
+        """Take the rules from the sections supervisor, broker and worker."""
         keys = config.supervisor
-        grace_ns = (config.broker.grace_ms + CLOSING_MS) * 1_000_000
         return cls(
             worker_count=worker_count,
             backoff_ns=keys.backoff_ms * 1_000_000,
@@ -51,8 +50,8 @@ class Rules:
             quick_failure_ns=keys.quick_failure_ms * 1_000_000,
             max_quick_failures=keys.max_quick_failures,
             start_timeout_ns=keys.start_timeout_ms * 1_000_000,
-            broker_grace_ns=grace_ns,
-            worker_grace_ns=grace_ns,
+            broker_grace_ns=(config.broker.grace_ms + CLOSING_MS) * 1_000_000,
+            worker_grace_ns=(config.worker.grace_ms + CLOSING_MS) * 1_000_000,
         )
 
 

@@ -14,6 +14,7 @@ from headrace.broker.shell_settings import ShellSettings
 from headrace.config_schema import MIN_MESSAGE_BYTES, Config
 from headrace.errors import ConfigError
 from headrace.protocol.messages import Limits
+from headrace.workers.worker_settings import WorkerSettings
 
 MODEL = """
 [[models]]
@@ -227,7 +228,11 @@ def test_every_core_and_shell_setting_can_be_set(tmp_path: Path) -> None:
     shell = config_settings.to_shell_settings(config.load(str(path), environment={}))
 
     default_shell = ShellSettings(CoreSettings(()))
-    for settings, default in ((shell, default_shell), (shell.core, default_shell.core)):
+    worker = config_settings.to_worker_settings(
+        config.load(str(path), environment={}).config, worker_id="w", parent_pid=1
+    )
+    pairs = ((shell, default_shell), (shell.core, default_shell.core), (worker, WorkerSettings()))
+    for settings, default in pairs:
         unset = [
             item.name
             for item in dataclasses.fields(settings)
