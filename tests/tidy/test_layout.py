@@ -34,12 +34,18 @@ CORE_MODULES = [
 #: Modules in broker/ that may touch sockets, clocks, files and logs. Every other one belongs to the core.
 SHELL_MODULES = {
     "__init__.py",
+    "binding.py",
     "control.py",
     "http.py",
+    "inbound.py",
     "metrics.py",
     "model_store.py",
+    "monitors.py",
+    "outbound.py",
+    "port_owner.py",
     "process.py",
     "shell.py",
+    "snapshot.py",
     "sockets.py",
 }
 IMPURE = {
