@@ -106,6 +106,14 @@ class RemoteProtocolError(RemoteError):
     """A message from a peer that breaks the protocol. Nothing was allocated on its behalf."""
 
 
+class FrameError(RemoteError):
+    """A frame that ended without a result: ``status`` is error, expired, superseded or rejected."""
+
+    def __init__(self, status: str, code: Code | str, message: str) -> None:
+        super().__init__(code, message)
+        self.status = status
+
+
 class ConfigError(LocalError):
     """A setting that can't be used: names the file, the key, the value and the remedy."""
 

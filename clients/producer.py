@@ -1,0 +1,481 @@
+"""Producer: push frames from any thread, know the end of each.
+
+Not here: the protocol (``producer_session``), the socket and its thread (``producer_loop``), what can
+be sent (``arrays``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self, TypeVar
+
+from headrace import addresses
+from headrace.clients import arrays
+from headrace.clients.producer_loop import ProducerLoop, Progress, Situation
+from headrace.clients.producer_session import FRAME_HEADER_BYTES, ProducerSession
+from headrace.clients.records import FrameId, ProducerAccount
+from headrace.clients.sockets import snapshot
+from headrace.errors import (
+    ClosedError,
+    Code,
+    ForkedError,
+    InvalidFrameError,
+    NotDeliveredError,
+    RequestTimeoutError,
+    UnreachableError,
+)
+from headrace.protocol.messages import Color, Encoding, Frame, Keep, Limits, ModelSpec, Reject
+
+_log = logging.getLogger("headrace.clients.producer")
+
+#: How long close() without a time limit goes on waiting while the broker is there but no frame ends.
+#: Long enough for a CPU worker that compiles a large model; it is a bound, not an expectation.
+STALL_LIMIT_S = 30.0
+
+MAX_STREAM_BYTES = 128
+MAX_TTL_MS = 86_400_000
+_I64_MAX = 2**63 - 1
+_U64_MAX = 2**64 - 1
+
+
+MemberT = TypeVar("MemberT", Color, Keep)
+
+
+class Producer:
+    """Sends frames to a broker and keeps each until its end is known.
+
+    Use it as a context manager, from as many threads as you like, for as many streams as you like.
+    A broker that is away or restarts is waited for: frames pushed meanwhile are kept, up to the bounds
+    below, and what was under way is sent again. A rejected frame is finished: to try again, push it
+    again.
+
+    Invariants: every accepted push() is counted in ``account`` exactly once, as finished or unfinished;
+    at most ``max_unfinished_frames`` and ``max_unfinished_bytes`` are kept.
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1",
+        *,
+        name: str = "",
+        max_unfinished_frames: int = 1_024,
+        max_unfinished_bytes: int = 256 * 1024 * 1024,
+        linger_s: float = 2.0,
+        on_reject: Callable[[Reject], None] | None = None,
+        on_finished: Callable[[FrameId], None] | None = None,
+    ) -> None:
+        """Start connecting in the background; nothing is waited for.
+
+        Args:
+            address: any address of the broker: ``HOST``, ``HOST:PORT``, ``tcp://...`` or ``ipc://PATH``.
+            name: shown in the broker's status.
+            max_unfinished_frames: push() waits when so many frames have no known end (1 or more).
+            max_unfinished_bytes: the same for their payload bytes.
+            linger_s: how long close() waits for a broker that is not there.
+            on_reject: called with each reject, in the producer's own thread: keep it short.
+            on_finished: the same for each frame whose end is known.
+
+        Raises ConfigError for an address that can't be read.
+        """
+        self.address = addresses.normalise(address)
+        self.epoch = secrets.randbits(64)
+        self.linger_s = linger_s
+        self._max_frames = max_unfinished_frames
+        self._max_bytes = max_unfinished_bytes
+        self._on_reject = on_reject
+        self._on_finished = on_finished
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._listeners: list[Callable[[], None]] = []
+        self._next_seq: dict[str, int] = {}
+        self._tickets: dict[tuple[str, int], int] = {}
+        self._sent_count = 0
+        self._finished_count = 0
+        self._held_count = 0
+        self._held_bytes = 0
+        self._rejected: Counter[str] = Counter()
+        self._progress = Progress((), {}, Situation(), 0, 0)
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._is_closed = False
+        session = ProducerSession(epoch=self.epoch, name=name, jitter=secrets.randbelow(1_000) / 1_000)
+        self._loop = ProducerLoop(self.address, session, report=self._take_progress, fail=self._take_failure)
+        self._loop.thread.start()
+        atexit.register(self._close_at_exit)
+
+    # -- pushing -------------------------------------------------------------------------------------
+
+    def push(
+        self,
+        image: object,
+        *,
+        stream: str,
+        model: str = "",
+        color: Color | str = Color.RGB,
+        priority: int = 0,
+        ttl_ms: int | None = None,
+        keep: Keep | str = Keep.ALL,
+        pts_ns: int | None = None,
+        meta: Mapping[str, object] | None = None,
+        seq: int | None = None,
+        encoding: Encoding | str | None = None,
+        timeout: float | None = None,
+    ) -> FrameId:
+        """Take a frame over; the caller may change its array as soon as this returns.
+
+        Waits while the producer holds as many unfinished frames or bytes as it may.
+
+        Args:
+            image: an array (any strides and byte order), an encoded JPEG or PNG as bytes, or a mapping
+                of input name to array for a model with several inputs.
+            stream: 1 to 128 bytes of UTF-8 without NUL; the outcomes' topic.
+            model: "" (the broker's default), "name" or "name:version".
+            color: order of the channels: "rgb", "bgr" or "gray".
+            priority: 0 to 9 by default; larger is more urgent.
+            ttl_ms: milliseconds from now after which the outcome is worthless (1 to 86,400,000).
+            keep: "latest" lets a newer frame of the stream replace this one while it waits.
+            pts_ns: the frame's own time, carried through unread.
+            meta: small values carried through to the outcome.
+            seq: the frame's number; must rise within the stream. None counts 0, 1, 2 ...
+            encoding: see ``arrays.prepare``.
+            timeout: seconds to wait for room; None waits for ever, 0 not at all.
+
+        Raises InvalidFrameError (nothing was sent), RequestTimeoutError (no room in time), ClosedError,
+        ForkedError.
+        """
+        self._check_usable()
+        limits = self.limits
+        _check_stream(stream)
+        prepared = arrays.prepare(image, encoding=encoding)
+        plain_meta, meta_bytes = arrays.plain_meta(meta, max_bytes=limits.max_meta_bytes)
+        self._check_size(prepared.nbytes, limits)
+        color, keep = _member(Color, color, Code.BAD_COLOR), _member(Keep, keep, Code.BAD_FIELD)
+        if not isinstance(model, str):
+            raise InvalidFrameError(Code.BAD_FIELD, f"model: {model!r} is not a string")
+        priority = arrays.checked_int(priority, "priority", 0, limits.priority_levels - 1)
+        if ttl_ms is not None:
+            ttl_ms = arrays.checked_int(ttl_ms, "ttl_ms", 1, MAX_TTL_MS)
+        if pts_ns is not None:
+            pts_ns = arrays.checked_int(pts_ns, "pts_ns", -_I64_MAX - 1, _I64_MAX)
+        self._reserve(prepared.nbytes, timeout)
+        try:
+            payload = snapshot(prepared.data)
+            with self._changed:
+                number = self._take_seq(stream, seq)
+                frame = Frame(
+                    stream, payload, prepared.nbytes, prepared.shape, prepared.dtype, prepared.encoding,
+                    color, number, self.epoch, model, priority, ttl_ms, keep, pts_ns, plain_meta,
+                    prepared.inputs,
+                )  # fmt: skip
+                self._sent_count += 1
+                self._tickets[stream, number] = self._sent_count
+                # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
+                self._loop.submit(frame, FRAME_HEADER_BYTES + meta_bytes + 256 * len(prepared.inputs))
+        except BaseException:
+            self._release(prepared.nbytes)
+            raise
+        return FrameId(stream, self.epoch, number)
+
+    def flush(self, timeout: float | None = None) -> ProducerAccount:
+        """Wait until every frame pushed before this call has a known end; return the account.
+
+        Raises RequestTimeoutError after ``timeout`` seconds; None waits for ever.
+        """
+        self._check_usable()
+        with self._changed:
+            target = self._sent_count
+
+            def is_done() -> bool:
+                return self._failure is not None or self._oldest_ticket() > target
+
+            if not self._changed.wait_for(is_done, timeout):
+                raise RequestTimeoutError(
+                    f"{self._unfinished_text()} have no known end after {timeout:g} s{self._away_text()}"
+                )
+            self._check_failure()
+            return self._account()
+
+    def close(self, timeout: float | None = None) -> ProducerAccount:
+        """Wait for the outcomes of all frames, say goodbye and end; return the account.
+
+        Without a ``timeout`` it waits as long as frames end: it gives up when the broker has been away
+        for ``linger_s`` seconds, or when nothing has ended for STALL_LIMIT_S. Closing again does nothing.
+
+        Raises NotDeliveredError when frames without a known end are left.
+        """
+        self._check_fork()
+        with self._changed:
+            if self._is_closed:
+                return self._account()
+            self._is_closing = True
+            self._changed.notify_all()
+            self._wait_for_the_rest(timeout)
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return self.account
+        atexit.unregister(self._close_at_exit)
+        if not self._loop.stop(timeout_s=5.0):
+            _log.warning("the producer's thread for %s did not end within 5 s", self.address)
+        self._notify()
+        with self._changed:
+            unfinished = len(self._tickets)
+            if unfinished:
+                raise NotDeliveredError(
+                    f"{self._unfinished_text()} were not delivered to {self.address}{self._away_text()}",
+                    unfinished=unfinished,
+                    delivered=self._finished_count,
+                )
+            return self._account()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if os.getpid() != self._pid:
+            return  # a forked child leaves the block: the parent's frames are not its concern
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close(timeout=self.linger_s)
+        except NotDeliveredError as not_delivered:
+            error.add_note(str(not_delivered))
+
+    # -- what it knows -------------------------------------------------------------------------------
+
+    @property
+    def account(self) -> ProducerAccount:
+        with self._changed:
+            return self._account()
+
+    def is_finished_up_to(self, sent: int) -> bool:
+        """Tell whether the first ``sent`` frames pushed here all have a known end; raise ClosedError when
+        that can't be known any more."""
+        with self._changed:
+            self._check_failure()
+            return self._oldest_ticket() > sent
+
+    def is_unfinished(self, frame: FrameId) -> bool:
+        """Tell whether a frame pushed here has no known end yet."""
+        return frame.epoch == self.epoch and (frame.stream, frame.seq) in self._tickets
+
+    @property
+    def is_connected(self) -> bool:
+        return self._progress.situation.is_connected
+
+    @property
+    def limits(self) -> Limits:
+        """The broker's limits; the defaults until it was reached."""
+        return self._progress.situation.limits
+
+    @property
+    def models(self) -> tuple[ModelSpec, ...]:
+        """The broker's models; empty until it was reached."""
+        return self._progress.situation.models
+
+    def wait_connected(self, timeout: float) -> None:
+        """Wait until the broker has said welcome; raise UnreachableError after ``timeout`` seconds."""
+        self._check_usable()
+        with self._changed:
+            is_there = self._changed.wait_for(lambda: self.is_connected or self._failure is not None, timeout)
+            self._check_failure()
+            if not is_there:
+                raise UnreachableError(f"{self.address}: no welcome within {timeout:g} s{self._away_text()}")
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Have ``listener`` called, in the producer's own thread, whenever frames end or it closes."""
+        with self._changed:
+            self._listeners.append(listener)
+
+    # -- in the loop's thread ------------------------------------------------------------------------
+
+    def _take_progress(self, progress: Progress) -> None:
+        if not progress.finished and progress.situation is self._progress.situation:
+            self._progress = progress
+            return
+        with self._changed:
+            self._progress = progress
+            for finished in progress.finished:
+                frame = finished.frame
+                self._tickets.pop((frame.stream, frame.seq or 0), None)
+                self._held_count -= 1
+                self._held_bytes -= frame.nbytes
+                self._finished_count += 1
+                if finished.reject is not None:
+                    self._rejected[finished.reject.code] += 1
+            self._changed.notify_all()
+        for finished in progress.finished:
+            self._call_back(finished.frame, finished.reject)
+        self._notify()
+
+    def _call_back(self, frame: Frame, reject: Reject | None) -> None:
+        try:
+            if reject is not None and self._on_reject is not None:
+                self._on_reject(reject)
+            if self._on_finished is not None:
+                self._on_finished(FrameId(frame.stream, self.epoch, frame.seq or 0))
+        except Exception:  # noqa: BLE001 - the user's code; the producer must outlive it
+            _log.exception("a callback of the producer for %s failed", self.address)
+
+    def _take_failure(self, error: BaseException) -> None:
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in tuple(self._listeners):
+            listener()
+
+    # -- with the lock held, or needing none ---------------------------------------------------------
+
+    def _reserve(self, nbytes: int, timeout: float | None) -> None:
+        if timeout is None and threading.current_thread() is self._loop.thread:
+            timeout = 0.0  # waiting in the thread that makes room would be for ever
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._has_room(nbytes) or self._is_closing, timeout):
+                raise RequestTimeoutError(
+                    f"no room for a frame of {nbytes} bytes within {timeout:g} s: {self._held_count} of"
+                    f" {self._max_frames} frames and {self._held_bytes} of {self._max_bytes} bytes are"
+                    f" unfinished{self._away_text()}"
+                )
+            self._check_failure()
+            if self._is_closing:
+                raise ClosedError(f"the producer for {self.address} is closed")
+            self._held_count += 1
+            self._held_bytes += nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        return self._failure is not None or (
+            self._held_count < self._max_frames and self._held_bytes + nbytes <= self._max_bytes
+        )
+
+    def _release(self, nbytes: int) -> None:
+        with self._changed:
+            self._held_count -= 1
+            self._held_bytes -= nbytes
+            self._changed.notify_all()
+
+    def _take_seq(self, stream: str, seq: int | None) -> int:
+        lowest = self._next_seq.get(stream, 0)
+        if seq is None:
+            seq = lowest
+        else:
+            seq = arrays.checked_int(seq, "seq", 0, _U64_MAX)
+            if seq < lowest:
+                raise InvalidFrameError(
+                    Code.SEQ_BACKWARDS, f"seq {seq} of stream {stream!r} follows {lowest - 1}; it must rise"
+                )
+        self._next_seq[stream] = seq + 1
+        return seq
+
+    def _check_size(self, nbytes: int, limits: Limits) -> None:
+        if nbytes > limits.max_frame_bytes:
+            raise InvalidFrameError(
+                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; the broker's limit is {limits.max_frame_bytes}"
+            )
+        if nbytes > self._max_bytes:
+            raise InvalidFrameError(
+                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {self._max_bytes}"
+            )
+
+    def _wait_for_the_rest(self, timeout: float | None) -> None:
+        started = last_end = time.monotonic()
+        away_since: float | None = None
+        finished_count = self._finished_count
+        while self._held_count and self._failure is None and not self._is_closed:
+            now = time.monotonic()
+            if self._finished_count > finished_count:
+                last_end, finished_count = now, self._finished_count
+            away_since = None if self.is_connected else (away_since or now)
+            if timeout is not None:
+                limit = started + timeout
+            else:
+                limit = last_end + STALL_LIMIT_S
+                if away_since is not None:
+                    limit = min(limit, away_since + self.linger_s)
+            if now >= limit:
+                return
+            self._changed.wait(limit - now)
+
+    def _oldest_ticket(self) -> int:
+        return next(iter(self._tickets.values()), self._sent_count + 1)
+
+    def _account(self) -> ProducerAccount:
+        progress = self._progress
+        return ProducerAccount(
+            sent=self._sent_count,
+            finished=self._finished_count,
+            unfinished=self._sent_count - self._finished_count,
+            by_status=dict(progress.by_status),
+            rejected=dict(self._rejected),
+            resent=progress.resent,
+            sessions=progress.sessions,
+        )
+
+    def _unfinished_text(self) -> str:
+        return f"{len(self._tickets)} of {self._sent_count} frames"
+
+    def _away_text(self) -> str:
+        situation = self._progress.situation
+        return "" if situation.is_connected else f" ({situation.away_reason})"
+
+    def _check_usable(self) -> None:
+        self._check_fork()
+        if self._is_closing:
+            raise ClosedError(f"the producer for {self.address} is closed")
+        self._check_failure()
+
+    def _check_fork(self) -> None:
+        if os.getpid() != self._pid:
+            raise ForkedError(
+                f"the producer for {self.address} was made in process {self._pid} and is used in its fork"
+                f" {os.getpid()}; make a new one there"
+            )
+
+    def _check_failure(self) -> None:
+        if self._failure is not None:
+            raise ClosedError(f"the producer for {self.address} failed: {self._failure!r}") from self._failure
+
+    def _close_at_exit(self) -> None:
+        """The last chance of a producer that nobody closed: what is lost is at least said."""
+        if os.getpid() != self._pid:
+            return
+        try:
+            self.close()
+        except NotDeliveredError as error:
+            sys.stderr.write(f"headrace: {error}; close the producer, or use it in a with block\n")
+
+
+def _check_stream(stream: object) -> None:
+    if not isinstance(stream, str):
+        raise InvalidFrameError(Code.BAD_STREAM, f"stream: {stream!r} is not a string")
+    try:
+        size = len(stream.encode())
+    except UnicodeEncodeError:
+        raise InvalidFrameError(Code.BAD_STREAM, f"stream {stream!r} can't be written as UTF-8") from None
+    if not 1 <= size <= MAX_STREAM_BYTES or "\0" in stream:
+        raise InvalidFrameError(
+            Code.BAD_STREAM, f"stream {stream!r}: {size} bytes; 1 to {MAX_STREAM_BYTES} without NUL are right"
+        )
+
+
+def _member(kind: type[MemberT], value: str, code: Code) -> MemberT:
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidFrameError(code, f"{value!r} is not one of {', '.join(kind)}") from None

@@ -1,0 +1,118 @@
+"""The queue between a subscriber's I/O thread and its readers: bounded, closable, conflating in ``latest``.
+
+One thread puts, any number of threads get.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from headrace.clients.records import Missed
+from headrace.clients.stream_state import outcome_bytes
+from headrace.clients.subscriber_events import Mode
+from headrace.errors import ClosedError, RequestTimeoutError
+from headrace.protocol.messages import Outcome
+
+
+class ReaderQueue:
+    """Items in the order of their arrival; in mode ``latest`` one per stream, the newest.
+
+    Invariant: ``has_room()`` is asked before more is read from the network, so that the queue exceeds
+    its bounds at most by what one message or one page of a replay brings.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        max_count: int,
+        max_bytes: int,
+        on_room: Callable[[], None] = lambda: None,
+        on_item: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``on_room`` is called in a reader's thread when the queue was full and has room again;
+        ``on_item`` in the putting thread after each item, and in the closing one."""
+        self.skipped_count = 0
+        self.delivered_count = 0
+        self.age_ms = 0.0
+        self._is_latest = mode is Mode.LATEST
+        self._max_count = max_count
+        self._max_bytes = max_bytes
+        self._on_room = on_room
+        self._on_item = on_item
+        self._changed = threading.Condition()
+        self._items: deque[tuple[Outcome | Missed, int, float]] = deque()
+        self._latest: OrderedDict[str, tuple[Outcome | Missed, int, float]] = OrderedDict()
+        self._bytes = 0
+        self._was_full = False
+        self._closed_by: str | None = None
+
+    def has_room(self) -> bool:
+        with self._changed:
+            # In `latest` the queue holds one item per stream: reading on replaces, it does not grow.
+            self._was_full = not self._is_latest and (
+                len(self._items) >= self._max_count or self._bytes >= self._max_bytes
+            )
+            return not self._was_full
+
+    def put(self, item: Outcome | Missed) -> None:
+        nbytes = outcome_bytes([item]) if isinstance(item, Outcome) else 0
+        entry = (item, nbytes, time.monotonic())
+        with self._changed:
+            if self._is_latest:
+                # The stream keeps its place: streams take turns however unequal their rates are.
+                replaced = self._latest.get(item.stream)
+                if replaced is not None:
+                    self.skipped_count += 1
+                    self._bytes -= replaced[1]
+                self._latest[item.stream] = entry
+            else:
+                self._items.append(entry)
+            self._bytes += nbytes
+            self._changed.notify()
+        self._on_item()
+
+    def get(self, timeout: float | None) -> Outcome | Missed:
+        """Return the next item; raise RequestTimeoutError, or ClosedError once closed and empty."""
+        with self._changed:
+            if not self._changed.wait_for(self._is_answerable, timeout):
+                raise RequestTimeoutError(f"nothing came within {timeout:g} s")
+            if self._latest:
+                item, nbytes, put_at = self._latest.popitem(last=False)[1]
+            elif self._items:
+                item, nbytes, put_at = self._items.popleft()
+            else:
+                raise ClosedError(self._closed_by or "closed")
+            self._bytes -= nbytes
+            self.delivered_count += 1
+            self.age_ms = (time.monotonic() - put_at) * 1e3
+            # Half of the queue is read before the network is, so that a slow reader does not wake the
+            # I/O thread for each item.
+            must_wake = (
+                self._was_full
+                and len(self._items) <= self._max_count // 2
+                and self._bytes <= self._max_bytes // 2
+            )
+            if must_wake:
+                self._was_full = False
+        if must_wake:
+            self._on_room()
+        return item
+
+    def close(self, reason: str, *, is_dropped: bool) -> None:
+        """Wake every reader. With ``is_dropped`` what was not read yet is forgotten."""
+        with self._changed:
+            if self._closed_by is None:
+                self._closed_by = reason
+            if is_dropped:
+                self._items.clear()
+                self._latest.clear()
+                self._bytes = 0
+            self._changed.notify_all()
+        self._on_item()
+
+    def _is_answerable(self) -> bool:
+        return bool(self._items or self._latest) or self._closed_by is not None
