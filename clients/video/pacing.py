@@ -11,9 +11,9 @@ from fractions import Fraction
 
 NANOSECONDS = 1_000_000_000
 
-#: A frame that comes up to this share of a period early still counts for its slot. Timestamps are often
-#: rounded to milliseconds and cameras jitter: at 30 fps with ``--fps 30`` no frame may be lost to that.
-EARLY_SHARE = Fraction(1, 4)
+#: A frame that comes this much early still counts for its slot, at most a quarter of the slot. Timestamps are
+#: often rounded to milliseconds and cameras jitter: at 30 fps with ``--fps 30`` no frame may be lost to that.
+EARLY_NS = 5_000_000
 
 
 class Timeline:
@@ -63,6 +63,8 @@ class Subsampler:
         if fps is not None and not 0 < fps < float("inf"):
             raise ValueError(f"fps must be above 0, not {fps}")
         self._fps = None if fps is None else Fraction(fps)
+        early = EARLY_NS * Fraction(fps or 0) / NANOSECONDS
+        self._early_share = min(Fraction(1, 4), early)
         self._first_ns: int | None = None
         self._last_slot = -1
 
@@ -72,7 +74,7 @@ class Subsampler:
             return True
         if self._first_ns is None:
             self._first_ns = pts_ns
-        slot = int((pts_ns - self._first_ns) * self._fps / NANOSECONDS + EARLY_SHARE)
+        slot = int((pts_ns - self._first_ns) * self._fps / NANOSECONDS + self._early_share)
         if slot <= self._last_slot:
             return False
         self._last_slot = slot

@@ -12,22 +12,25 @@ from functools import partial
 import numpy as np
 
 from headrace.clients.video.frames import Image, SourceCounts, VideoFrame, VideoSource
+from headrace.clients.video.pacing import NANOSECONDS, Timeline
 
 
 class CaptionedSource:
-    """A source whose pictures carry ``name`` and the seconds of their own time in the lower left corner."""
+    """A source whose pictures carry a caption and a clock in the lower left corner. The clock shows the
+    pictures' own time and goes on when the source is played again."""
 
-    def __init__(self, source: VideoSource, name: str) -> None:
+    def __init__(self, source: VideoSource, caption: str) -> None:
         self.name = source.name
         self.is_live = source.is_live
         self.counts: SourceCounts = source.counts
         self._source = source
-        self._caption = name
+        self._caption = caption
+        self._timeline = Timeline()
 
     def frames(self) -> Iterator[VideoFrame]:
         """See VideoSource."""
         for frame in self._source.frames():
-            seconds = (frame.pts_ns or 0) // 1_000_000_000
+            seconds = self._timeline.place(frame.pts_ns or 0) // NANOSECONDS
             text = f"{self._caption} {seconds // 60:02d}:{seconds % 60:02d}"
             yield VideoFrame(
                 partial(_captioned, frame, text),
@@ -35,6 +38,7 @@ class CaptionedSource:
                 index=frame.index,
                 duration_ns=frame.duration_ns,
             )
+        self._timeline.begin_piece(self._timeline.step_ns)
 
     def close(self) -> None:
         """See VideoSource."""
