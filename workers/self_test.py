@@ -209,7 +209,9 @@ def _check_row(label: str, name: str, alone: Array, together: Array) -> None:
         finite = np.abs(a[np.isfinite(a)])
         limit = tolerance * max(1e-6, float(finite.max()) if finite.size else 0.0)
         is_equal = bool(np.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True))
-        difference = f"a difference of {float(np.nanmax(np.abs(a - b))):.3g} (limit {limit:.3g})"
+        differences = np.abs(a - b)
+        largest = float(np.max(differences, initial=0.0, where=np.isfinite(differences)))
+        difference = f"a difference of {largest:.3g} (limit {limit:.3g})"
     if not is_equal:
         raise ModelError(
             f"model {label}: output {name} of a frame depends on the other frames of its batch:"
