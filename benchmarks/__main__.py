@@ -1,0 +1,31 @@
+"""`python -m benchmarks NAME [--json FILE] [--quick]`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from benchmarks.report import print_report, write_json
+
+#: Name -> module with ``run(quick: bool) -> Report`` and a docstring that says what it measures.
+BENCHMARKS = ("scale",)
+
+
+def main() -> int:
+    """Run one benchmark; exit 1 when a budget falls short."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("name", choices=BENCHMARKS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON object")
+    parser.add_argument("--quick", action="store_true", help="one short round: to see that it runs")
+    args = parser.parse_args()
+    report = importlib.import_module(f"benchmarks.{args.name}").run(quick=args.quick)
+    print_report(report)
+    if args.json is not None:
+        write_json(report, args.json)
+    return 0 if all(budget.holds for budget in report.budgets) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
