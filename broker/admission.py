@@ -35,6 +35,9 @@ MAX_RETRY_MS = 10_000
 #: retry_after_ms before any batch of the class was done.
 UNKNOWN_RETRY_MS = 1_000
 
+#: Refused frames of streams without a place in the table that are remembered (about 400 bytes each).
+MAX_STRAYS = 10_000
+
 #: Highest seq on the wire (u64).
 _MAX_SEQ = 2**64 - 1
 
@@ -73,6 +76,7 @@ class Admission:
         self._outcomes = outcomes
         self._story = story
         self._last_number = 0
+        self._strays: dict[tuple[str, int, int | None], Refusal] = {}
         self.is_draining = False
 
     def admit(self, peer: bytes | None, frame: Frame | BadFrame, now_ns: int, actions: list[Action]) -> None:
@@ -89,6 +93,8 @@ class Admission:
         epoch = frame.epoch
         if epoch is None:
             epoch = self._boot if session is None else session.epoch
+        if self._strays and self._is_stray(peer, session, (name, epoch, frame.seq), actions):
+            return
         stream, evicted = self._streams.open(name, now_ns)
         if evicted is not None:
             self.forget(evicted)
@@ -98,6 +104,10 @@ class Admission:
                 f"{len(self._streams)} streams are in use: the limit (max_streams) is reached",
                 self._settings.heartbeat_ms,
             )
+            if frame.seq is not None:
+                self._strays[name, epoch, frame.seq] = refusal
+                if len(self._strays) > MAX_STRAYS:
+                    del self._strays[next(iter(self._strays))]
             refused = RefusedFrame(frame, epoch, frame.seq or 0, refusal)
             self._refuse(peer, session, name, None, refused, actions)
             return
@@ -138,11 +148,8 @@ class Admission:
         if record is not None:
             self._take_over(record, arrival)
         elif refusal is not None:
-            if arrival.peer is not None:
-                reject = _reject_of(stream.name, arrival.epoch, seq, refusal)
-                actions.append(SendReject(arrival.peer, reject))
-            if session is not None:
-                self._producers.conclude(session, None)
+            reject = _reject_of(stream.name, arrival.epoch, seq, refusal)
+            self._say_again(arrival.peer, session, reject, actions)
         elif not history.has_seen(seq):
             return False
         elif session is not None:
@@ -150,6 +157,30 @@ class Admission:
             self._producers.conclude(session, None)
         self._outcomes.account.duplicates += 1
         return True
+
+    def _is_stray(
+        self,
+        peer: bytes | None,
+        session: ProducerSession | None,
+        key: tuple[str, int, int | None],
+        actions: list[Action],
+    ) -> bool:
+        """Deal with a frame that was refused for want of a place for its stream. False for any other."""
+        name, epoch, seq = key
+        refusal = self._strays.get(key)
+        if refusal is None or seq is None:
+            return False
+        self._say_again(peer, session, _reject_of(name, epoch, seq, refusal), actions)
+        self._outcomes.account.duplicates += 1
+        return True
+
+    def _say_again(
+        self, peer: bytes | None, session: ProducerSession | None, reject: Reject, actions: list[Action]
+    ) -> None:
+        if peer is not None:
+            actions.append(SendReject(peer, reject))
+        if session is not None:
+            self._producers.conclude(session, None)
 
     def _take_over(self, record: FrameRecord, arrival: _Arrival) -> None:
         """An unfinished frame was sent again: its end is told to the new session."""
@@ -163,7 +194,7 @@ class Admission:
         record.peer = session.peer
         record.session = session.number
         session.taken_over_count += 1
-        if arrival.stream.owner_epoch == arrival.epoch:
+        if arrival.stream.owner_epoch in (None, arrival.epoch):
             self._own(arrival)
 
     # -- refusals -----------------------------------------------------------------------------------
@@ -310,7 +341,9 @@ class Admission:
                 " (max_queue_size)",
                 _retry_ms(served),
             )
-        used = self._outcomes.unfinished_bytes - (0 if old is None else old.nbytes)
+        # A superseded frame gives its bytes back at once only if no other frame of its stream is before it.
+        freed = old.nbytes if old is not None and stream.order[0] is old else 0
+        used = self._outcomes.unfinished_bytes - freed
         if used + frame.nbytes > settings.max_bytes:
             return Refusal(
                 Code.BYTES_FULL,

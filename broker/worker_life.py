@@ -67,7 +67,9 @@ class WorkerLife:
         if holder is None:
             self._add_worker(peer, hello, now_ns, actions)
         elif holder.hello.instance == hello.instance:
-            # The same process on a new connection: it lives, so none of its frames has killed it.
+            # The same process on a new connection: it lives, so none of its frames has killed it, and who
+            # claims its id is refused.
+            self.hear(holder, now_ns, actions)
             self.lose(holder, "reconnected", now_ns, actions, is_suspicious=False)
             self._add_worker(peer, hello, now_ns, actions)
         else:
