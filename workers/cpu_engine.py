@@ -54,7 +54,8 @@ class _CpuModel:
 
     def run(self, rows: Rows) -> list[Array]:
         """Run rows ([rows, ...] per input) and return the graph's outputs as they come."""
-        feeds = {i.feed_name: rows[i.name] if i.has_batch else rows[i.name][0] for i in self.io.inputs}
+        # [0, ...] keeps an array where [0] of a row without axes would give a numpy scalar.
+        feeds = {i.feed_name: rows[i.name] if i.has_batch else rows[i.name][0, ...] for i in self.io.inputs}
         outputs: list[Array] = self.session.run(self.output_names, feeds)
         return outputs
 
@@ -223,7 +224,8 @@ def _run_checked(loaded: _CpuModel, served: ServedClass, rows: Rows) -> list[Arr
     except Exception as error:
         count = len(next(iter(rows.values())))
         size_class = served.size_class
+        size = f" ({size_class.height}x{size_class.width})" if size_class.height else ""
         raise ModelError(
-            f"model {loaded.label}: a test run of {count} rows in size class {size_class.name}"
-            f" ({size_class.height}x{size_class.width}) failed: {first_line(error, 160)}"
+            f"model {loaded.label}: a test run of {count} rows in size class {size_class.name}{size} failed:"
+            f" {first_line(error, 160)}"
         ) from error

@@ -86,6 +86,9 @@ def describe(spec: ModelSpec, model: OnnxModel) -> ModelIO:
 def _describe_tensors(spec: ModelSpec, model: OnnxModel) -> ModelIO:
     first = model.inputs[0].shape or ()
     batch = first[0] if first else UNBATCHED
+    if len(first) == 1 and batch > 1:
+        # A vector: a fixed batch of numbers is so much rarer that it is not even asked for.
+        batch = UNBATCHED
     if any(not _has_batch(tensor, batch) for tensor in model.inputs):
         # Some fixed sizes differ: the first axes are no batch, unless they are the exporter's usual 1.
         batch = 1 if batch == 1 else UNBATCHED

@@ -271,16 +271,63 @@ def several_inputs() -> onnx.ModelProto:
     )
 
 
-def image_and_scale(scale_batch: int | str = "n") -> onnx.ModelProto:
+def image_and_scale(scale_batch: int | str = "n", batch: int | str = "n") -> onnx.ModelProto:
     """An image input and a plain one: mean of each channel [n, 3] times scale [n, 1]."""
     return _model(
         [
             helper.make_node("ReduceMean", ["image"], ["own"], axes=[2, 3], keepdims=0),
             helper.make_node("Mul", ["own", "scale"], ["mean"]),
         ],
-        [_value("image", ["n", 3, "h", "w"]), _value("scale", [scale_batch, 1])],
-        [_value("mean", ["n", 3])],
+        [_value("image", [batch, 3, "h", "w"]), _value("scale", [scale_batch, 1])],
+        [_value("mean", [batch, 3])],
     )
+
+
+def without_batch() -> onnx.ModelProto:
+    """Inputs that share no first axis: vector [3] times factor (no axes) -> result [3]."""
+    return _model(
+        [helper.make_node("Mul", ["vector", "factor"], ["result"])],
+        [_value("vector", [3]), _value("factor", [])],
+        [_value("result", [3])],
+    )
+
+
+def vector_scaled(length: int) -> onnx.ModelProto:
+    """A vector in, a vector out, no batch axis: x [length] -> y [length], doubled."""
+    return _model(
+        [helper.make_node("Add", ["x", "x"], ["y"])], [_value("x", [length])], [_value("y", [length])]
+    )
+
+
+def open_length_in_steps(step: int = 16) -> onnx.ModelProto:
+    """A tensor model whose open axis must be a multiple of ``step``: x [n, length] -> sum [n]."""
+    return _model(
+        [
+            helper.make_node("Reshape", ["x", "shape"], ["cells"]),
+            helper.make_node("ReduceSum", ["cells", "axes"], ["sum"], keepdims=0),
+        ],
+        [_value("x", ["n", "length"])],
+        [_value("sum", ["n"])],
+        [
+            _constant("shape", np.array([0, -1, step], dtype=np.int64)),
+            _constant("axes", np.array([1, 2], dtype=np.int64)),
+        ],
+    )
+
+
+def without_inputs() -> onnx.ModelProto:
+    """A graph that takes nothing."""
+    return _model(
+        [helper.make_node("Identity", ["constant"], ["y"])],
+        [],
+        [_value("y", [1])],
+        [_constant("constant", np.zeros(1, np.float32))],
+    )
+
+
+def unknown_rank() -> onnx.ModelProto:
+    """A graph whose input does not even say how many axes it has."""
+    return _model([helper.make_node("Identity", ["x"], ["y"])], [_value("x", None)], [_value("y", None)])
 
 
 def matrix_multiply(size: int = 512) -> onnx.ModelProto:

@@ -209,6 +209,41 @@ def test_open_lengths_are_served_one_by_one_and_said_so(tmp_path: Path) -> None:
         assert _output(_run(engine, "tensor", {"x": [[1] * length]})) == pytest.approx([length])
 
 
+def test_inputs_without_a_batch_axis_are_fed_whole(tmp_path: Path) -> None:
+    """A model that knows no batches takes one frame at a time, and its output is that frame's."""
+    engine, profile = _serve(hr_models.save(tmp_path, hr_models.without_batch()))
+
+    answer = _output(_run(engine, "tensor", {"vector": [[1, 2, 3]], "factor": [4]}))
+
+    assert profile.inputs == (TensorSpec("vector", "float32", (3,)), TensorSpec("factor", "float32", ()))
+    np.testing.assert_array_equal(answer, [[4, 8, 12]])
+
+
+def test_a_vector_is_one_frame_not_a_batch_of_numbers(tmp_path: Path) -> None:
+    """A single fixed axis is the frame's own length."""
+    _, profile = _serve(hr_models.save(tmp_path, hr_models.vector_scaled(5)))
+
+    assert profile.inputs == (TensorSpec("x", "float32", (5,)),)
+    assert _buckets(profile) == [1]
+
+
+def test_open_lengths_that_do_not_all_run_are_probed(tmp_path: Path) -> None:
+    """The self-test looks for a length that the graph takes; frames of another length fail alone."""
+    engine, _ = _serve(hr_models.save(tmp_path, hr_models.open_length_in_steps(16)))
+
+    assert _output(_run(engine, "tensor", {"x": [[1] * 48]})) == pytest.approx([48])
+    assert "m:1" in _run(engine, "tensor", {"x": [[1] * 7]}).error
+
+
+def test_no_length_that_runs_is_told(tmp_path: Path) -> None:
+    """A graph that takes none of the lengths tried is refused with the runtime's reason."""
+    engine = CpuEngine()
+    engine.load(*hr_models.save(tmp_path, hr_models.open_length_in_steps(7)))
+
+    with pytest.raises(ModelError, match="size class tensor"):
+        engine.profile(MODEL)
+
+
 @pytest.mark.parametrize("scale_batch", ["n", 1])
 def test_an_image_with_a_second_input(tmp_path: Path, scale_batch: int | str) -> None:
     """An image model may have plain inputs beside it; without a batch axis on one, batches are of one."""
@@ -229,6 +264,14 @@ def test_an_image_with_a_second_input(tmp_path: Path, scale_batch: int | str) ->
             {},
             "small is 32x48, the graph takes only 64x64",
             id="fixed-size",
+        ),
+        pytest.param(hr_models.without_inputs(), {"image": None}, "no inputs", id="no-inputs"),
+        pytest.param(hr_models.unknown_rank(), {"image": None}, "number of axes", id="unknown-rank"),
+        pytest.param(
+            hr_models.image_and_scale(1, 4),
+            {},
+            "inputs without that axis: scale",
+            id="fixed-batch-of-one-input",
         ),
         pytest.param(hr_models.mean_color(), {"size_classes": ()}, "must be configured", id="no-classes"),
         pytest.param(hr_models.tensor_sum(), {}, "0 of its inputs can take images", id="no-image-input"),
