@@ -55,7 +55,9 @@ _MAX_COLOR_VALUE: Final = 1e9  # scale, mean and std: anything finite and sane
 class Schema(Generic[T]):
     """How one dataclass looks in a header: its fields in wire order with their readers."""
 
-    def __init__(self, kind: type[T], readers: Mapping[str, Reader[Any]], has_all_fields: bool = False) -> None:
+    def __init__(
+        self, kind: type[T], readers: Mapping[str, Reader[Any]], has_all_fields: bool = False
+    ) -> None:
         self.kind = kind
         self._has_all_fields = has_all_fields
         self._fields: list[tuple[str, Reader[Any], Any]] = []

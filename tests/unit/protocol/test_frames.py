@@ -328,6 +328,8 @@ def test_gray_may_have_two_axes_or_one_channel():
     """Both spellings of a gray image are in use."""
     for shape in ([2, 3], [2, 3, 1]):
         assert decode_lone(GOOD | {"shape": shape, "color": "gray"}).color is Color.GRAY
+    image = decode_lone({"stream": "a", "encoding": "png", "color": "gray"}, hr_wire.png_bytes(2, 3))
+    assert image.shape == (2, 3, 3)
 
 
 def test_the_shape_of_an_image_is_read_from_its_header():

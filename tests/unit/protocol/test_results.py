@@ -110,9 +110,9 @@ def test_a_long_explanation_in_a_result_is_cut():
     [
         {"stream": None}, {"stream": ""}, {"epoch": None}, {"seq": -1}, {"boot": True}, {"pub_seq": 1.0},
         {"status": None}, {"status": "fine"}, {"model": 1}, {"worker": "x" * 257}, {"attempt": -1},
-        {"batch_size": 2**32}, {"shape": []}, {"shape": [0]}, {"pts_ns": 2**63}, {"pts_ns": 0.5}, {"meta": [1]},
-        {"meta": {b"a": 1}}, {"retry_after_ms": -1}, {"timing": [1]}, {"timing": {"ran_us": -1}},
-        {"outputs": {b"a": 1}}, {"tensors": [TENSOR]},
+        {"batch_size": 2**32}, {"shape": []}, {"shape": [0]}, {"pts_ns": 2**63}, {"pts_ns": 0.5},
+        {"meta": [1]}, {"meta": {b"a": 1}}, {"retry_after_ms": -1}, {"timing": [1]},
+        {"timing": {"ran_us": -1}}, {"outputs": {b"a": 1}}, {"tensors": [TENSOR]},
     ],
     ids=repr,
 )  # fmt: skip
