@@ -25,6 +25,10 @@ BROKER = "broker"
 #: Time beyond its own grace in which a process says goodbye and closes its sockets.
 CLOSING_MS = 5_000
 
+#: Two requests closer together than this are one: timeout(1) and some shells signal a process and then its
+#: group, and nobody presses Ctrl-C twice that fast.
+SAME_REQUEST_NS = 300_000_000
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -78,7 +82,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class StopAsked:
-    """SIGTERM, SIGINT or stop(): the second one kills."""
+    """SIGTERM, SIGINT or stop(). The second one kills, unless it comes together with the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class KillAsked:
+    """End everything at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +95,7 @@ class TimePassed:
     """Look at the deadlines."""
 
 
-Event: TypeAlias = "Begun | BrokerReady | Ended | StopAsked | TimePassed"
+Event: TypeAlias = "Begun | BrokerReady | Ended | StopAsked | KillAsked | TimePassed"
 
 # Actions ---------------------------------------------------------------------------------------------
 
@@ -168,6 +177,7 @@ class Supervision:
         self._was_broker_ready = False
         self._ready_by_ns: int | None = None
         self._kill_at_ns: int | None = None
+        self._stop_asked_ns: int | None = None
         self._code = int(ExitCode.OK)
         self._reason = ""
 
@@ -189,6 +199,8 @@ class Supervision:
                 self._ended(event, now_ns, actions)
             case StopAsked():
                 self._stop_asked(now_ns, actions)
+            case KillAsked():
+                self._kill(now_ns, actions)
             case TimePassed():
                 self._time_passed(now_ns, actions)
             case _:
@@ -230,12 +242,20 @@ class Supervision:
         self._schedule(process, now_ns, actions)
 
     def _stop_asked(self, now_ns: int, actions: list[Action]) -> None:
+        if self._stop_asked_ns is None:
+            self._stop_asked_ns = now_ns
+            if self._phase is _Phase.RUNNING:
+                self._stop(now_ns, actions)
+        elif now_ns - self._stop_asked_ns >= SAME_REQUEST_NS:
+            self._kill(now_ns, actions)
+
+    def _kill(self, now_ns: int, actions: list[Action]) -> None:
         if self._phase is _Phase.RUNNING:
-            self._stop(now_ns, actions)
-        else:
-            actions += [Kill(process.name) for process in self._all() if process.state is _State.RUNNING]
-            self._code = self._code or int(ExitCode.FAILED)
-            self._reason = self._reason or "killed at the second request to stop; unfinished frames are lost"
+            self._phase = _Phase.DRAINING_BROKER
+            self._kill_at_ns = now_ns + self._rules.broker_grace_ns
+        actions += [Kill(process.name) for process in self._all() if process.state is _State.RUNNING]
+        self._code = self._code or int(ExitCode.FAILED)
+        self._reason = self._reason or "killed at the second request to stop; unfinished frames are lost"
 
     def _time_passed(self, now_ns: int, actions: list[Action]) -> None:
         if self._ready_by_ns is not None and now_ns >= self._ready_by_ns:

@@ -94,6 +94,7 @@ class Supervisor:
         self._endpoints: Endpoints | None = None
         self._is_settled = threading.Event()  # ready for the first time, or finished before that
         self._finish: supervision.Finish | None = None
+        self._is_stop_asked = False
         self._thread = threading.Thread(target=self._run, name="headrace-supervisor", daemon=True)
 
     @property
@@ -122,7 +123,11 @@ class Supervisor:
 
         Raises SupervisorError with the broker's exit code when it ended instead."""
         self._thread.start()
-        self._is_settled.wait()
+        try:
+            self._is_settled.wait()
+        except BaseException:
+            self.kill()  # interrupted: nobody will be there to stop what has been started
+            raise
         if self._endpoints is None:
             self.wait()
             raise SupervisorError(self.reason or "stopped before the broker was ready", self._exit_code())
@@ -130,11 +135,17 @@ class Supervisor:
 
     def request_stop(self) -> None:
         """Ask for the end without waiting for it; the second time, kill. Safe in a signal handler."""
+        self._is_stop_asked = True
         self._events.put(supervision.StopAsked())
 
+    def kill(self) -> None:
+        """End everything at once, without waiting for it. Safe in a signal handler."""
+        self._events.put(supervision.KillAsked())
+
     def stop(self) -> int:
-        """Drain and end everything; return the exit code. Call it once: a second call kills."""
-        self.request_stop()
+        """Drain and end everything; return the exit code. Idempotent."""
+        if not self._is_stop_asked:
+            self.request_stop()
         self.wait()
         return self._exit_code()
 

@@ -103,7 +103,7 @@ def command(
     from headrace.clients.video.push_loop import PushOptions
 
     options = PushOptions(
-        stream=stream or _stream_name(source),
+        stream=stream or stream_name(source),
         model=model,
         priority=priority,
         ttl_ms=ttl_ms,
@@ -163,7 +163,9 @@ def _push(text: str, address: str, options: PushOptions, *, as_json: bool) -> in
     return int(ExitCode.FAILED if not_delivered or summary.has_failures else ExitCode.OK)
 
 
-def _stream_name(source: str) -> str:
+def stream_name(source: str) -> str:
+    """Return the stream's name when none is given: the file's stem, camera-N, or the address without its
+    user and password."""
     name = PurePath(source.rstrip("/")).stem if "://" not in source else source.partition("://")[2]
     name = name.rpartition("@")[2] or "stream"  # an address may carry a password before the @
     return f"camera-{name}" if name.isdecimal() else name

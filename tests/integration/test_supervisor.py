@@ -197,14 +197,14 @@ def test_a_worker_that_fails_at_once_is_given_up_after_the_stated_number(
     assert len(supervisor.notes("worker-0")) == 3
 
 
-def test_a_second_request_kills_what_ignores_the_first(loaded: LoadedConfig, tmp_path: Path) -> None:
-    """A worker that ignores SIGTERM does not hold up a second Ctrl-C."""
+def test_kill_ends_what_ignores_a_request_to_stop(loaded: LoadedConfig, tmp_path: Path) -> None:
+    """A worker that ignores SIGTERM does not hold up the end."""
     supervisor = StandIns(loaded, tmp_path, workers=10)
     supervisor.start()
     wait_until(lambda: len(supervisor.notes("worker-9")) == 1)
 
     supervisor.request_stop()
-    supervisor.request_stop()
+    supervisor.kill()
 
     assert supervisor.wait(TIME_LIMIT_S) == ExitCode.FAILED
     assert supervisor.pids == {}

@@ -16,6 +16,7 @@ from headrace.supervision import (
     Event,
     Finish,
     Kill,
+    KillAsked,
     Rules,
     Say,
     Start,
@@ -219,12 +220,30 @@ def test_a_second_request_kills_everything() -> None:
     supervision = running()
     supervision.handle(StopAsked(), 0)
 
-    assert supervision.handle(StopAsked(), 1) == [Kill(BROKER), Kill("worker-0"), Kill("worker-1")]
-    supervision.handle(Ended("worker-0", -9), 2)
-    supervision.handle(Ended("worker-1", -9), 2)
-    finish = supervision.handle(Ended(BROKER, -9), 3)
+    assert supervision.handle(StopAsked(), 500 * MS) == [Kill(BROKER), Kill("worker-0"), Kill("worker-1")]
+    supervision.handle(Ended("worker-0", -9), 501 * MS)
+    supervision.handle(Ended("worker-1", -9), 502 * MS)
+    finish = supervision.handle(Ended(BROKER, -9), 503 * MS)
     assert isinstance(finish[-1], Finish)
     assert finish[-1].code == ExitCode.FAILED
+
+
+def test_two_requests_at_the_same_moment_are_one() -> None:
+    """timeout(1) signals a process and then its group: that is no wish to kill."""
+    supervision = running()
+    supervision.handle(StopAsked(), 0)
+
+    assert supervision.handle(StopAsked(), 1 * MS) == []
+
+
+def test_kill_needs_no_request_to_stop_before_it() -> None:
+    """kill() ends everything at once."""
+    supervision = running()
+
+    assert supervision.handle(KillAsked(), 0) == [Kill(BROKER), Kill("worker-0"), Kill("worker-1")]
+    for name in (BROKER, "worker-0", "worker-1"):
+        finish = acts(supervision.handle(Ended(name, -9), 1))
+    assert [type(action) for action in finish] == [Finish]
 
 
 def test_stop_while_a_restart_is_due_starts_nothing() -> None:
