@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import struct
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -38,14 +39,27 @@ def write_lossless(
         stream.height, stream.width = images[0].shape[:2]
         stream.pix_fmt = "rgb24" if rotation is not None else "bgr0"
         stream.time_base = stream.codec_context.time_base = Fraction(1, 1000)
-        if rotation is not None:
-            stream.set_display_rotation(rotation)
         for image, pts in zip(images, pts_ms, strict=True):
             frame = av.VideoFrame.from_ndarray(image, "rgb24").reformat(format=stream.pix_fmt)
             frame.pts, frame.time_base = pts, Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+    if rotation is not None:
+        _set_rotation(path, rotation)
     return path
+
+
+#: Degrees counterclockwise -> the (a, b, c, d) of x' = a x + c y, y' = b x + d y with y pointing down.
+_MATRICES = {0: (1, 0, 0, 1), 90: (0, -1, 1, 0), 180: (-1, 0, 0, -1), -90: (0, 1, -1, 0)}
+
+
+def _set_rotation(path: Path, rotation: int) -> None:
+    """Write a display matrix into the track header of a MOV file (ISO 14496-12, 8.3.2)."""
+    data = bytearray(path.read_bytes())
+    a, b, c, d = (value * 65_536 for value in _MATRICES[rotation])
+    matrix_at = data.index(b"tkhd") + 4 + 40
+    data[matrix_at : matrix_at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
 
 
 @dataclass(frozen=True)
