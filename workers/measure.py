@@ -45,7 +45,7 @@ def measure_buckets(
         if measured:
             last_bucket, last_ms = measured[-1]
             expected_ns = last_ms * 1e6 * bucket / last_bucket
-            if estimated or clock() - started_ns + expected_ns > budget_ns:
+            if clock() - started_ns + expected_ns > budget_ns:
                 estimated.append(bucket)
                 measured.append((bucket, last_ms * bucket / last_bucket))
                 continue

@@ -78,6 +78,21 @@ def test_batches_back_to_back_do_not_drift() -> None:
     assert clock.now_ns - 50 * MS <= 100 * 4 * MS + 300_000
 
 
+def test_the_device_runs_one_batch_after_another() -> None:
+    """A batch submitted while another runs begins when that one ends."""
+    clock = _Clock()
+    engine = _engine(clock)
+    ends_ms = []
+
+    for number in range(3):
+        engine.submit(_batch(number, 4, 4))
+    for _ in range(3):
+        engine.collect()
+        ends_ms.append(clock.now_ns / MS - 50)
+
+    assert ends_ms == [4.0, 8.0, 12.0]
+
+
 def test_an_idle_device_begins_at_once() -> None:
     """Idle time is not saved up: a batch after a pause begins when it is submitted."""
     clock = _Clock()
