@@ -88,7 +88,7 @@ class SessionSettings:
     backoff_ms: int = 100
     backoff_max_ms: int = 5_000
     grace_ms: int = 30_000  # for batches in the pipeline, after a stop was asked for
-    barrier_ms: int = 1_000  # for the broker's last word
+    barrier_ms: int = 500  # for the broker's last word
     give_up_ms: int | None = None
 
 
@@ -126,7 +126,7 @@ class WorkerSession:
         """Take one fact; return what to do, in order."""
         if self.state is State.GONE:
             return []
-        if now_ns - self._seen_ns > 2 * self._heartbeat_ns:
+        if self.state in KNOWN and now_ns - self._seen_ns > 2 * self._heartbeat_ns:
             # We were stopped ourselves: that nothing was heard meanwhile says nothing about the broker.
             self._patient_until_ns = now_ns + self._heartbeat_ns
         self._seen_ns = now_ns
