@@ -83,7 +83,9 @@ class BrokerCore:
         self.admission = Admission(
             boot, settings, self.models, self.streams, self.producers, self.outcomes, self._story
         )
-        self.dispatcher = Dispatcher(self.models, self.costs, self.ledger, self.streams, self._story)
+        self.dispatcher = Dispatcher(
+            self.models, self.costs, self.ledger, self.streams, self._story, settings.limits
+        )
         self.recovery = Recovery(settings.max_attempts, self.streams, self.outcomes, self._story)
         self.life = WorkerLife(
             settings.max_workers,

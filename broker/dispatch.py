@@ -32,7 +32,7 @@ from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
 from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
-from headrace.protocol.messages import Batch
+from headrace.protocol.messages import Batch, Limits
 
 #: A worker is overdue when its batches took this many times the predicted time of the last one longer ...
 OVERDUE_FACTOR = 3
@@ -66,12 +66,15 @@ class Dispatcher:
         ledger: Ledger,
         streams: StreamTable,
         story: Story,
+        limits: Limits,
     ) -> None:
         self._models = models
         self._costs = costs
         self._ledger = ledger
         self._streams = streams
         self._story = story
+        self._max_frames = limits.max_frames_per_message
+        self._max_bytes = limits.max_message_bytes - limits.max_header_bytes
         self.pools = WorkerPools()
         self.look_again_ns: int | None = None
 
@@ -210,7 +213,7 @@ class Dispatcher:
     def _send(self, choice: _Choice, now_ns: int, actions: list[Action]) -> None:
         pool, worker = choice.pool, choice.worker
         served = pool.served
-        records = [served.suspects.pop()] if choice.is_alone else served.queue.take(choice.count, now_ns)
+        records = [served.suspects.pop()] if choice.is_alone else self._take(served, choice.count, now_ns)
         predicted_ns = self._costs.predict_ns(
             worker.id, served.model, served.version, served.spec.name, len(records)
         )
@@ -229,6 +232,26 @@ class Dispatcher:
         frames = tuple(record.frame for record in records)
         message = Batch(batch.batch, served.model, served.version, served.spec.name, frames)
         actions.append(SendBatch(worker.peer, message))
+
+    def _take(self, served: ServedClass, count: int, now_ns: int) -> list[FrameRecord]:
+        """Take a batch's frames from the queue, at most as many as one message can carry to the worker: what
+        is over goes back to the front. Large frames meet the bytes long before the batch limit."""
+        queue = served.queue
+        is_exact = queue.has_exact
+        records = queue.take(count, now_ns)
+        left_bytes = self._max_bytes
+        for index, record in enumerate(records):
+            left_bytes -= record.nbytes
+            if index > 0 and (left_bytes < 0 or index == self._max_frames):
+                over = records[index:]
+                del records[index:]
+                if is_exact:
+                    queue.push_exact(over)
+                else:
+                    for one in reversed(over):
+                        queue.push_front(one, now_ns)
+                break
+        return records
 
     def _mark_sent(self, record: FrameRecord, served: ServedClass, now_ns: int, where: str) -> None:
         record.state = FrameState.IN_FLIGHT
