@@ -71,6 +71,8 @@ class Inbound:
         self._limits = limits
         self._counters = counters
         self._tell = tell
+        # Bound once: the level is checked without making a logger for each batch.
+        self._log = log.bind()
         self._takers: dict[Role, Callable[[bytes, Message, int], bool]] = {
             Role.FRAMES: self._take_from_producer,
             Role.WORKERS: self._take_from_worker,
@@ -150,6 +152,14 @@ class Inbound:
         match message:
             case Done():
                 self._tell(events.BatchDone(peer, message), now_ns)
+                self._log.debug(
+                    "batch done",
+                    batch=message.batch,
+                    frames_count=len(message.results),
+                    staged_us=message.staged_us,
+                    ran_us=message.ran_us,
+                    total_us=message.total_us,
+                )
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True), now_ns)
             case Failed():

@@ -45,6 +45,10 @@ PREFIXES: dict[Role, bytes] = {Role.FRAMES: b"f", Role.WORKERS: b"w", Role.CONTR
 
 _ROLES = {prefix[0]: role for role, prefix in PREFIXES.items()}
 
+#: Reports that a bad input or model can cause again and again. Warnings are counted and summarised by the
+#: log; all other reports are changes of state, of which each one is written.
+_REPEATING = frozenset({"batch failed", "wrong result count"})
+
 log = structlog.get_logger()
 
 
@@ -70,24 +74,27 @@ class Outbound:
         self.unreachable: list[bytes] = []
 
     def carry_out(self, todo: list[actions.Action]) -> None:
-        """Carry out the actions in their order. Consecutive outcomes of one stream leave as one message."""
+        """Carry out the actions in their order.
+
+        Within a run of outcomes those of one stream leave together, as one message; only streams are
+        moved past each other, which no subscriber can tell.
+        """
         index = 0
         while index < len(todo):
             action = todo[index]
             index += 1
             match action:
                 case actions.PublishOutcome(outcome):
-                    bundle = [outcome]
-                    while index < len(todo) and len(bundle) < MAX_BUNDLE:
+                    by_stream = {outcome.stream: [outcome]}
+                    while index < len(todo):
                         following = todo[index]
-                        if (
-                            not isinstance(following, actions.PublishOutcome)
-                            or following.outcome.stream != outcome.stream
-                        ):
+                        if not isinstance(following, actions.PublishOutcome):
                             break
-                        bundle.append(following.outcome)
+                        by_stream.setdefault(following.outcome.stream, []).append(following.outcome)
                         index += 1
-                    self._publish(bundle)
+                    for outcomes in by_stream.values():
+                        for start in range(0, len(outcomes), MAX_BUNDLE):
+                            self._publish(outcomes[start : start + MAX_BUNDLE])
                 case actions.SendBatch(peer, batch):
                     self.send(peer, batch)
                 case actions.GrantCredit(peer, credit):
@@ -104,13 +111,9 @@ class Outbound:
         return self._send_parts(peer, codec.encode(message))
 
     def reply(self, peer: bytes, message: Message) -> None:
-        """Answer a control request. A replay whose header came out too large is cut, and says so."""
+        """Answer a control request. A replay that is more than one message can carry is cut, and says so."""
         parts = codec.encode(message)
-        while (
-            isinstance(message, ReplayReply)
-            and len(parts[0]) > self._limits.max_header_bytes
-            and len(message.outcomes) > 1
-        ):
+        while isinstance(message, ReplayReply) and not self._fits(parts, len(message.outcomes)):
             kept = message.outcomes[: len(message.outcomes) // 2]
             message = replace(message, outcomes=kept, has_more=True)
             parts = codec.encode(message)
@@ -152,7 +155,10 @@ class Outbound:
                 self.send(peer, Refused(code, message))
             case actions.Report(name, values):
                 count(self._counters.reports, name)
-                log.info(name, **values)
+                if name in _REPEATING:
+                    log.warning(name, **values)
+                else:
+                    log.info(name, **values)
             case (
                 actions.PublishOutcome()
                 | actions.SendBatch()
@@ -188,9 +194,9 @@ class Outbound:
         )
 
     def _publish(self, outcomes: list[Outcome]) -> None:
-        """Publish outcomes of one stream, in as few messages as their headers allow."""
+        """Publish outcomes of one stream, in as few messages as can carry them."""
         parts = codec.encode_published(Outcomes(tuple(outcomes)))
-        if len(outcomes) > 1 and len(parts[1]) > self._limits.max_header_bytes:
+        if not self._fits(parts[1:], len(outcomes)):
             half = len(outcomes) // 2
             self._publish(outcomes[:half])
             self._publish(outcomes[half:])
@@ -199,6 +205,16 @@ class Outbound:
         send(self._results, parts)
         self._counters.published_count += len(outcomes)
         self._counters.published_message_count += 1
+
+    def _fits(self, parts: list[Buffer], count: int) -> bool:
+        """Tell whether a message of ``count`` outcomes is within what receivers take. One always is: it came
+        in under the same limits."""
+        limits = self._limits
+        return count <= 1 or (
+            count <= limits.max_frames_per_message
+            and len(parts[0]) <= limits.max_header_bytes
+            and sum(map(len, parts)) <= limits.max_message_bytes
+        )
 
     def _send_parts(self, peer: bytes, parts: list[Buffer]) -> bool:
         try:
