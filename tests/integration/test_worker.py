@@ -110,7 +110,7 @@ def test_models_come_from_the_broker_by_hash_once(tmp_path: Path) -> None:
             assert firsts(broker.run(numbered(1, 7))) == [pytest.approx(7, abs=0.01)]
             _see_off(broker, worker)
         first_count = broker.fetched_count
-        with WorkerThread(tmp_path, broker.address, device):
+        with WorkerThread(tmp_path, broker.address, device) as worker:
             broker.welcome()
             assert broker.fetched_count == first_count > 0
             _see_off(broker, worker)

@@ -6,6 +6,7 @@ of the worker in its order.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -79,9 +80,10 @@ class FakeBroker:
 
     def receive(self, timeout_s: float = TIMEOUT_S) -> Message:
         """Return the next message that is not answered here; the peer of a worker is remembered."""
+        deadline = time.monotonic() + timeout_s
         while True:
-            if not self.socket.poll(int(timeout_s * 1000)):
-                raise AssertionError(f"nothing arrived within {timeout_s} s")
+            if not self.socket.poll(max(0, int((deadline - time.monotonic()) * 1000))):
+                raise AssertionError(f"nothing but heartbeats arrived within {timeout_s} s")
             peer, *parts = self.socket.recv_multipart()
             message = codec.decode(parts, Limits())
             match message:
