@@ -57,6 +57,7 @@ class FrameTracker:
         self._streams = {stream: StreamProgress() for stream in streams}
         self._sent: dict[Key, tuple[VideoFrame, int]] = {}
         self._early: dict[Key, tuple[Outcome, int]] = {}
+        # One entry a frame for the length of a demo: an hour at native rate is 290,000.
         self._ended: set[Key] = set()
         self._latencies_ns: deque[int] = deque(maxlen=MAX_LATENCIES)
 

@@ -19,8 +19,8 @@ def test_a_caption_covers_the_lower_left_corner_only(size):
     changed = np.argwhere((drawn != 120).any(axis=2))
     assert changed[:, 1].min() == 0
     assert changed[:, 0].max() == size[0] - 1
-    assert changed[:, 0].min() > size[0] * 0.8
-    assert (drawn == 255).all(axis=2).any()
+    assert changed[:, 0].min() > size[0] * 0.75
+    assert drawn.max() > 200
     assert (image == 120).all()
 
 
