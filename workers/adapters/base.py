@@ -6,6 +6,7 @@ with NaN or infinity, ``post_process_failed`` for everything that an adapter rai
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ Outputs: TypeAlias = dict[str, Array]
 
 #: Kinds of numpy dtype that the wire carries: bool, signed, unsigned, float.
 _WIRE_KINDS = "biuf"
+
+#: numpy's marks of dtypes whose bytes are the wire's already; "=" is native order, "|" has none.
+_LITTLE_ENDIAN = "<|=" if sys.byteorder == "little" else "<|"
 
 _log = structlog.get_logger(__name__)
 
@@ -54,8 +58,10 @@ class Adapter(ABC):
         ``outputs`` arrays have a row for each entry of ``placements``, which is None for frames of models
         without an image input. Never raises for what a row holds or an adapter does.
         """
+        # One look at the whole batch is far cheaper than one a frame, and nearly always the last.
+        is_finite = non_finite_output(outputs) is None
         return [
-            self._process_one({name: array[i, ...] for name, array in outputs.items()}, placement)
+            self._process_one({name: array[i, ...] for name, array in outputs.items()}, placement, is_finite)
             for i, placement in enumerate(placements)
         ]
 
@@ -63,8 +69,8 @@ class Adapter(ABC):
     def process_row(self, row: Outputs, placement: Placement | None) -> RowResult:
         """Return the result of one frame. Raises AdapterError when the outputs are not what it reads."""
 
-    def _process_one(self, row: Outputs, placement: Placement | None) -> FrameResult:
-        bad_name = non_finite_output(row)
+    def _process_one(self, row: Outputs, placement: Placement | None, is_finite: bool) -> FrameResult:
+        bad_name = None if is_finite else non_finite_output(row)
         if bad_name is not None:
             return non_finite_result(bad_name)
         try:
@@ -92,9 +98,10 @@ def to_frame_result(result: RowResult) -> FrameResult:
     for name, array in result.tensors:
         if array.dtype.kind not in _WIRE_KINDS or array.dtype.itemsize > 8:
             raise AdapterError(f"output {name} has dtype {array.dtype}, which can't be sent")
-        little_endian = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        if array.dtype.byteorder not in _LITTLE_ENDIAN:
+            array = array.astype(array.dtype.newbyteorder("<"))  # noqa: PLW2901 - the same numbers
         specs.append(TensorSpec(name, array.dtype.name, array.shape))
-        payloads.append(little_endian.tobytes())
+        payloads.append(array.tobytes())
     try:
         outputs: Value = to_value(result.outputs)
     except ValueError as error:

@@ -68,7 +68,7 @@ class BatchFunction(Adapter):
     def process(self, outputs: Outputs, placements: Sequence[Placement | None]) -> list[FrameResult]:
         """Return one result per frame. Frames whose outputs are not finite never reach the function."""
         results: dict[int, FrameResult] = {}
-        for i in range(len(placements)):
+        for i in range(len(placements)) if non_finite_output(outputs) is not None else ():
             bad_name = non_finite_output({name: array[i, ...] for name, array in outputs.items()})
             if bad_name is not None:
                 results[i] = non_finite_result(bad_name)

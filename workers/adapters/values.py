@@ -27,7 +27,7 @@ def to_value(result: object) -> Value:
     numpy scalars become Python's, tuples and arrays become lists. Raises ValueError naming place and type
     for anything else, for keys that are no text, and beyond MAX_VALUE_DEPTH or MAX_VALUE_BYTES.
     """
-    return _Converter().convert(result, "result", 0)
+    return None if result is None else _Converter().convert(result, "result", 0)
 
 
 class _Converter:
