@@ -30,6 +30,9 @@ MAX_TOPICS = 1_024
 
 _MAX_U64 = 2**64 - 1
 
+#: Largest pub_seq that can be asked for. The end of a missed range is one more and must fit the wire as well.
+_MAX_PUB_SEQ = 2**63 - 1
+
 
 @dataclass(frozen=True, slots=True)
 class BrokerInfo:
@@ -112,8 +115,8 @@ class Control:
         outcomes, missed, has_more = self._core.replay(
             params.text("stream"),
             params.integer("boot", None, 0, _MAX_U64),
-            params.integer("first", None, 0, _MAX_U64),
-            params.integer("last", None, 0, _MAX_U64),
+            params.integer("first", None, 0, _MAX_PUB_SEQ),
+            params.integer("last", None, 0, _MAX_PUB_SEQ),
             params.integer("max_bytes", MAX_REPLAY_BYTES, 1, MAX_REPLAY_BYTES),
         )
         return ReplayReply(request.id, tuple(outcomes), tuple(missed), has_more)

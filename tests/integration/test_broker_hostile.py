@@ -13,15 +13,23 @@ import psutil
 import pytest
 import zmq
 
+from headrace.protocol import codec
 from headrace.protocol.messages import (
     Batch,
+    Discover,
+    Done,
+    Endpoints,
+    Failed,
+    FrameResult,
     Hello,
     Limits,
     Refused,
     Reject,
+    Request,
     SizeClassSpec,
     Status,
     Welcome,
+    WorkerHello,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -39,8 +47,10 @@ def assert_serves(broker: hb.BrokerThread) -> None:
         hb.Worker(broker.endpoints, "checker", instance=99) as worker,
         hb.Peer(zmq.DEALER, broker.endpoints.frames) as producer,
     ):
-        producer.send(hb.frames(hb.frame("check")))
-        worker.finish(worker.expect(Batch))
+        producer.send(hb.frames(hb.frame("check", priority=9)))
+        while not listener.socket.poll(0):  # frames of the test before may be waiting as well
+            worker.finish(worker.expect(Batch))
+            listener.socket.poll(50)
 
         assert listener.outcomes(1)[0].status is Status.OK
 
@@ -210,6 +220,144 @@ def test_the_limits_hold_on_ipc_as_well(tmp_path: Path) -> None:
         peer.send_parts(b"\xc1")
 
         assert peer.expect(Refused).code == "bad_msgpack"
+
+
+def random_value(rng: random.Random, depth: int = 0) -> object:
+    """Return something that a field may hold: extremes of each type, and now and then a nest."""
+    scalars: list[object] = [None, True, False, 0, 1, -1, 255, 2**31, 2**63 - 1, 2**64 - 1, -(2**63)]
+    scalars += [0.5, float("nan"), float("inf"), "", "cam", "m", "small", "w1", "x" * 300, "\0", b"", b"123"]
+    if depth < 3 and rng.random() < 0.3:
+        if rng.random() < 0.5:
+            return [random_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+        return {str(rng.choice(FIELDS)): random_value(rng, depth + 1) for _ in range(rng.randrange(4))}
+    return rng.choice(scalars)
+
+
+#: Words that mean something in one message or another.
+FIELDS = [
+    "type",
+    "v",
+    "stream",
+    "seq",
+    "epoch",
+    "boot",
+    "pub_seq",
+    "model",
+    "version",
+    "shape",
+    "dtype",
+    "encoding",
+    "color",
+    "priority",
+    "ttl_ms",
+    "keep",
+    "pts_ns",
+    "meta",
+    "data",
+    "frames",
+    "inputs",
+    "name",
+    "worker",
+    "instance",
+    "host_key",
+    "device",
+    "engine",
+    "release",
+    "pid",
+    "slots",
+    "models",
+    "classes",
+    "size_class",
+    "buckets",
+    "batch",
+    "results",
+    "status",
+    "code",
+    "message",
+    "outputs",
+    "tensors",
+    "flags",
+    "staged_us",
+    "ran_us",
+    "total_us",
+    "reason",
+    "id",
+    "method",
+    "params",
+    "topics",
+    "first",
+    "last",
+    "max_bytes",
+    "sha256",
+    "offset",
+    "nbytes",
+    "stop",
+    "streams_after",
+    "max_streams",
+    "lane",
+    "arena",
+    "generation",
+    "height",
+    "width",
+    "max_batch_size",
+    "fit",
+    "notes",
+]
+
+#: Messages that are right, for the fuzzer to spoil one field of.
+SEEDS = (
+    Hello(epoch=1, name="p"),
+    hb.frames(hb.frame("fuzz", 1, epoch=1)),
+    hb.frames(hb.frame("fuzz", 2, epoch=1), hb.frame("fuzz", 3, epoch=1)),
+    WorkerHello("w", 1, "", "cpu", "cpu", "0"),
+    hb.ready_for((hb.emulated_model().spec,), "w", 1),
+    Done(1, (FrameResult(Status.OK, outputs=1),)),
+    Failed(1, "x", "y"),
+    Request(1, "status", {"max_streams": 5, "streams_after": "a"}),
+    Request(1, "positions", {"topics": ["", "fuzz\0"]}),
+    Request(1, "replay", {"stream": "fuzz", "boot": 1, "first": 0, "last": 9}),
+    Request(1, "fetch", {"sha256": "0" * 64, "offset": 0, "nbytes": 5}),
+)
+
+
+def spoiled(rng: random.Random) -> list[bytes]:
+    """Return a right message with one thing wrong, somewhere."""
+    header, *payloads = (bytes(part) for part in codec.encode(rng.choice(SEEDS)))
+    fields = msgpack.unpackb(header)
+    place = fields
+    while True:
+        key = rng.choice(list(place) if isinstance(place, dict) else range(len(place)))
+        below = place[key]
+        if isinstance(below, dict | list) and below and rng.random() < 0.7:
+            place = below
+        else:
+            place[key] = random_value(rng)
+            break
+    if rng.random() < 0.1:
+        payloads = payloads[1:] if rng.random() < 0.5 else [*payloads, b"more"]
+    return [msgpack.packb(fields), *payloads]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_message_ends_the_broker(seed: int) -> None:
+    """Thousands of nearly right messages on every socket: whatever they say, the loop goes on."""
+    rng = random.Random(seed)
+    with hb.running_broker() as broker:
+        peers = [
+            hb.Peer(zmq.PUSH if name == "intake" else zmq.DEALER, getattr(broker.endpoints, name))
+            for name in ("frames", "intake", "workers", "control")
+        ]
+        for peer in peers:
+            for _ in range(500):
+                peer.send_parts(*spoiled(rng))
+        for peer in peers:
+            if peer.socket.type == zmq.DEALER:
+                peer.send_parts(*codec.encode(Discover()))
+                peer.expect(Endpoints)
+            peer.close()
+
+        assert broker.is_alive
+        assert_serves(broker)
 
 
 def wait_for(condition: object, timeout_s: float = hb.TIMEOUT_S) -> None:

@@ -381,6 +381,7 @@ def test_control_answers_every_method(tmp_path: Path) -> None:
         ("positions", {"topics": [""] * 1_025}, "bad_params", "at most 1024"),
         ("replay", {"stream": "cam", "boot": 0, "first": -1, "last": 1}, "bad_params", "'first'"),
         ("replay", {"stream": "cam", "boot": 0, "first": True, "last": 1}, "bad_params", "'first'"),
+        ("replay", {"stream": "cam", "boot": 0, "first": 0, "last": 2**64 - 1}, "bad_params", "'last'"),
         ("replay", {"stream": 5, "boot": 0, "first": 0, "last": 1}, "bad_params", "'stream'"),
         ("fetch", {"sha256": "00"}, "not_found", "no model file"),
         ("fetch", {"sha256": "00", "nbytes": 0}, "bad_params", "'nbytes'"),
