@@ -14,10 +14,10 @@ from outside) to a new discovery, so that a broker that moved is found. The same
 WorkerHello tells the broker that it is the same process.
 
 What happens to batches. Each is answered exactly once while its broker lives: Done, or Failed, with
-``cancelled`` when it was dropped before it began. Answers that find no connection are held (at most
-``slots``) until Setup names the broker's boot: the same boot gets them, for another boot they mean nothing,
-or worse another batch of that number. READY is sent when the pipeline is empty, so no more than ``slots``
-batches are ever in it, and models are exchanged only then.
+``cancelled`` when it was dropped before it began. Answers that find no connection are held (a bounded
+number) until Setup names the broker's boot: the same boot gets them, for another boot they mean nothing, or
+worse another batch of that number. READY is sent when the pipeline is empty, so no more than ``slots``
+batches beside cancelled ones are ever in it, and models are exchanged only then.
 
 Draining. After Goodbye a batch may still be under way to us. Messages of one connection are taken in order,
 so a Discover sent behind Goodbye and the last Done is a barrier: its answer means that both were taken and
@@ -115,6 +115,7 @@ class WorkerSession:
         self._loaded: tuple[ModelSpec, ...] | None = None
         self._profiles: tuple[ModelProfile, ...] = ()
         self.in_flight: set[int] = set()
+        self._cancelled: set[int] = set()  # of those in flight: the broker counts their slots as free
         self._orphans: set[int] = set()  # batches of an earlier boot, still in the pipeline
         self._held: list[Done | Failed] = []
         self._barriers = 0
@@ -149,8 +150,14 @@ class WorkerSession:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the session contradicts itself (a bug of ours)."""
-        if len(self.in_flight) + len(self._held) > self._settings.slots:
-            raise AssertionError(f"{len(self.in_flight)} batches, {len(self._held)} held answers")
+        if not self._cancelled <= self.in_flight:
+            raise AssertionError(f"cancelled {self._cancelled} but in flight {self.in_flight}")
+        slots = self._settings.slots
+        live_count = len(self.in_flight) - len(self._cancelled)
+        if live_count > slots or len(self._cancelled) > slots + 1:
+            raise AssertionError(f"{live_count} batches, {len(self._cancelled)} cancelled, {slots} slots")
+        if len(self._held) > 2 * slots + 1:
+            raise AssertionError(f"{len(self._held)} held answers, {slots} slots")
         if self._orphans and self.state is State.SERVING:
             raise AssertionError(f"serving beside {len(self._orphans)} batches of another boot")
         if self._held and self.state in KNOWN:
@@ -198,6 +205,7 @@ class WorkerSession:
                 self._take_batch(message, now_ns, out)
             case Cancel(batch):
                 if batch in self.in_flight:
+                    self._cancelled.add(batch)
                     out.append(ev.DropBatch(batch))
             case Heartbeat():
                 self._answer_heartbeat(now_ns, out)
@@ -230,7 +238,7 @@ class WorkerSession:
             return
         if self.state is State.DRAINING:
             if now_ns >= self._due_ns:
-                self._exit(ExitCode.FAILED, f"grace ended with {len(self.in_flight)} batches unfinished", out)
+                self._hand_back(now_ns, out)
                 return
             if self._barrier_due_ns is not None and now_ns >= self._barrier_due_ns:
                 self._exit(ExitCode.OK, "stopped; the broker did not confirm", out)
@@ -322,6 +330,7 @@ class WorkerSession:
             out.extend(ev.DropBatch(batch) for batch in sorted(self.in_flight))
             self._orphans |= self.in_flight
             self.in_flight.clear()
+            self._cancelled.clear()
             self._held.clear()
         self._boot = setup.boot
         self._setup = setup
@@ -381,18 +390,25 @@ class WorkerSession:
             out.append(ev.Report("warning", "batch sent twice", {"batch": number}))
         elif self.state not in {State.SERVING, State.DRAINING}:
             self._send(Failed(number, Code.INTERNAL, "this worker is not ready"), now_ns, out)
-        elif len(self.in_flight) >= self._settings.slots:
+        elif not self._has_room():
             reason = f"this worker granted {self._settings.slots} slots"
             self._send(Failed(number, Code.QUEUE_FULL, reason), now_ns, out)
         else:
             self.in_flight.add(number)
             out.append(ev.RunBatch(batch))
 
+    def _has_room(self) -> bool:
+        """A cancelled batch may still run for long, and gives its slot back at once; how many of those may
+        pile up behind a device that hangs has a bound of its own."""
+        slots = self._settings.slots
+        return len(self.in_flight) - len(self._cancelled) < slots and len(self._cancelled) <= slots
+
     def _finish(self, message: Done | Failed, now_ns: int, out: list[Action]) -> None:
         if message.batch in self._orphans:
             self._orphans.discard(message.batch)
         elif message.batch in self.in_flight:
             self.in_flight.discard(message.batch)
+            self._cancelled.discard(message.batch)
             if self.state in KNOWN:
                 self._send(message, now_ns, out)
             else:
@@ -442,6 +458,13 @@ class WorkerSession:
         self._barriers += 1
         self._barrier_due_ns = now_ns + self._settings.barrier_ms * MS
         self._send(Discover(), now_ns, out)
+
+    def _hand_back(self, now_ns: int, out: list[Action]) -> None:
+        """Give the broker back what will not be finished, so that it need not take us for lost first."""
+        count = len(self.in_flight)
+        for number in sorted(self.in_flight):
+            self._send(Failed(number, Code.SHUTDOWN, "the worker stopped before it was done"), now_ns, out)
+        self._exit(ExitCode.FAILED, f"grace ended with {count} batches unfinished", out)
 
     def _leave_if_drained(self, out: list[Action]) -> None:
         if not self.in_flight and not self._barriers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -271,6 +272,20 @@ def test_cancel_drops_a_batch_that_is_here_and_ignores_others() -> None:
     assert world.feed(ev.BatchFinished(cancelled)) == [ev.Send(cancelled)]
 
 
+def test_a_cancelled_batch_gives_its_slot_back_at_once() -> None:
+    """The broker counts it as gone. Behind a device that hangs they pile up to a bound."""
+    world = World().serving_with(1, 2)
+    world.receive(Cancel(1))
+
+    assert world.receive(batch(3)) == [ev.RunBatch(batch(3))]
+    for number in (2, 3):
+        world.receive(Cancel(number))
+    (action,) = world.receive(batch(4))
+
+    assert isinstance(action, ev.Send)
+    assert isinstance(action.message, Failed)
+
+
 # -- losing and finding the broker again ------------------------------------------------------------------
 
 
@@ -412,13 +427,18 @@ def test_a_broker_that_does_not_confirm_is_not_waited_for_long() -> None:
     assert action.code == ExitCode.OK
 
 
-def test_a_batch_that_does_not_end_within_the_grace_is_left_behind() -> None:
+def test_a_batch_that_does_not_end_within_the_grace_is_handed_back() -> None:
     world = World(grace_ms=200).serving_with(1)
     world.feed(ev.StopRequested())
     world.wait(100)
     world.receive(Heartbeat())
 
-    assert world.wait(100) == [ev.Exit(ExitCode.FAILED, "grace ended with 1 batches unfinished")]
+    handed_back, left = world.wait(100)
+
+    assert isinstance(handed_back, ev.Send)
+    assert isinstance(handed_back.message, Failed)
+    assert (handed_back.message.batch, handed_back.message.code) == (1, Code.SHUTDOWN)
+    assert left == ev.Exit(ExitCode.FAILED, "grace ended with 1 batches unfinished")
 
 
 def test_a_connection_lost_while_leaving_ends_it() -> None:
@@ -452,3 +472,170 @@ def test_a_message_out_of_place_changes_nothing(message: Message) -> None:
 
     assert acts(world.receive(message)) == []
     assert world.session.state is State.SERVING
+
+
+@pytest.mark.parametrize(
+    ("event", "names"),
+    [
+        (ev.BrokerFound(ENDPOINTS), ()),
+        (ev.BrokerNotFound("late"), ()),
+        (ev.MessageReceived(Refused(Code.DRAINING, "stopping")), ()),
+        (ev.MessageReceived(Refused(Code.BAD_FIELD, "batch")), ("refused by the broker",)),
+        (ev.BatchFinished(Done(99, ())), ()),
+    ],
+    ids=["found late", "not found late", "draining", "another refusal", "unknown batch"],
+)
+def test_a_fact_that_comes_too_late_changes_nothing(event: Event, names: tuple[str, ...]) -> None:
+    world = World().serving()
+
+    actions = world.feed(event)
+
+    assert acts(actions) == []
+    assert report(actions) == names
+    assert world.session.state is State.SERVING
+
+
+def test_a_second_stop_and_a_lost_link_that_was_lost_before_change_nothing() -> None:
+    world = World().serving_with(1)
+    world.feed(ev.StopRequested())
+    assert world.feed(ev.StopRequested()) == []
+
+    waiting = World().hello()
+    waiting.feed(ev.LinkLost("cut"))
+    assert waiting.feed(ev.LinkLost("cut again")) == []
+    assert waiting.wait(1) == []
+
+
+# -- random walks -------------------------------------------------------------------------------------
+
+
+class Walk:
+    """A broker that dies and comes back, a network that cuts and a pipeline that is late, drawn from a seed.
+
+    Checked at each step: nothing is sent without a connection; each batch is answered at most once, to the
+    boot that sent it; READY only with an empty pipeline; the session's own invariants.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.world = World()
+        self.boot = 1
+        self.is_up = True
+        self.is_linked = False
+        self.is_known = False  # the session has had a Setup on this connection
+        self.inside: dict[int, int] = {}  # batch -> boot that sent it
+        self.answered: set[tuple[int, int]] = set()
+        self.busy: ev.FetchModels | ev.LoadModels | None = None
+        self.last_batch = 0
+        self.is_ready = False
+        self.take(self.world.feed(ev.Started()))
+
+    def feed(self, event: Event) -> None:
+        self.take(self.world.feed(event))
+
+    def take(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.Connect():
+                    self.is_linked, self.is_known, self.is_ready = True, False, False
+                case ev.Disconnect():
+                    self.is_linked = self.is_known = self.is_ready = False
+                case ev.Send(message):
+                    assert self.is_linked, message
+                    self.sent(message)
+                case ev.RunBatch(each):
+                    assert each.batch not in self.inside
+                    self.inside[each.batch] = self.boot
+                case ev.FetchModels() | ev.LoadModels():
+                    assert self.busy is None
+                    assert not self.inside
+                    self.busy = action
+                case ev.Exit():
+                    raise AssertionError(action)
+
+    def sent(self, message: Message) -> None:
+        if isinstance(message, Done | Failed):
+            assert self.is_known
+            assert (self.boot, message.batch) not in self.answered
+            self.answered.add((self.boot, message.batch))
+        if isinstance(message, Ready):
+            assert not self.inside
+            self.is_ready = True
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.randrange(10):
+            case 0 | 1 if self.world.session.state is State.DISCOVERING:
+                self.feed(ev.BrokerFound(ENDPOINTS) if self.is_up else ev.BrokerNotFound("down"))
+            case 2 if self.is_up and self.is_linked and self.world.session.state is State.HELLO:
+                self.is_known = True
+                self.feed(ev.MessageReceived(replace(SETUP, boot=self.boot)))
+            case 3 | 4 if self.is_up and self.is_ready and len(self.inside) < 2:
+                # Numbers repeat across boots, as a new broker counts anew.
+                self.last_batch += 1
+                self.feed(ev.MessageReceived(batch(self.last_batch)))
+            case 5 if self.inside:
+                number = rng.choice(list(self.inside))
+                del self.inside[number]
+                self.feed(ev.BatchFinished(Done(number, ())))
+            case 6 if self.inside and self.is_known:
+                self.feed(ev.MessageReceived(Cancel(rng.choice(list(self.inside)))))
+            case 7 if self.busy is not None:
+                self.end_preparation()
+            case 8:
+                self.disturb()
+            case _:
+                self.take(self.world.wait(rng.choice((1, 50, 120))))
+                if self.is_up and self.is_known:
+                    self.feed(ev.MessageReceived(Heartbeat()))
+
+    def end_preparation(self) -> None:
+        busy, self.busy = self.busy, None
+        if isinstance(busy, ev.LoadModels):
+            self.feed(ev.ModelsLoaded(busy.models, PROFILES))
+        elif busy is not None:
+            is_failed = self.rng.random() < 0.2
+            self.feed(ev.FetchFailed(MODELS, "cut") if is_failed else ev.ModelsFetched(MODELS, {}))
+
+    def disturb(self) -> None:
+        if self.rng.random() < 0.7:
+            if self.is_linked:
+                self.feed(ev.LinkLost("cut"))
+            return
+        self.is_up = not self.is_up
+        if self.is_up:
+            self.boot, self.last_batch = self.boot + 1, 0
+        elif self.is_linked:
+            self.feed(ev.LinkLost("broker gone"))
+
+    def heal(self) -> None:
+        """No more faults: the worker must come to serve."""
+        self.is_up = True
+        for _ in range(200):
+            if self.is_ready:
+                return
+            state = self.world.session.state
+            if self.inside:
+                number = next(iter(self.inside))
+                del self.inside[number]
+                self.feed(ev.BatchFinished(Done(number, ())))
+            elif self.busy is not None:
+                self.end_preparation()
+            elif state is State.DISCOVERING:
+                self.feed(ev.BrokerFound(ENDPOINTS))
+            elif state is State.HELLO:
+                self.is_known = True
+                self.feed(ev.MessageReceived(replace(SETUP, boot=self.boot)))
+            else:
+                self.take(self.world.wait(100))
+        raise AssertionError(f"not ready after healing: {self.world.session.state}")
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_a_random_walk_keeps_every_promise_and_ends_ready(seed: int) -> None:
+    """Safety at each step, liveness once the faults stop."""
+    walk = Walk(seed)
+    for _ in range(300):
+        walk.step()
+
+    walk.heal()
