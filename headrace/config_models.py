@@ -145,7 +145,12 @@ class ModelSection(Section):
         "What becomes of the outputs: tensors, classify, detect, text, or `package.module:function`.",
         min_length=1,
     )
-    adapter_options: dict[str, Any] = key({}, "table", "Options of the adapter; see docs/models.md.")
+    adapter_options: dict[str, Any] = key(
+        {},
+        "table",
+        "Options of the adapter, such as `thresh` of text or `labels` of classify; an unknown one is"
+        " refused by name.",
+    )
     emulated: EmulatedSection | None = key(None, "table", "Latency of the `emulated` device for this model.")
     policy: Policy | None = key(None, "policy", "As in [queues], for all size classes of this model.")
     max_queue_delay_ms: float | None = key(

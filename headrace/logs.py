@@ -3,7 +3,8 @@
 Theory of operation: warnings and errors pass through :class:`RepeatFilter`. The first of a kind is
 written at once; those that follow within the interval are counted. The count is written when
 the interval is over, by the next log call of any kind or by :func:`flush`, so that an error a frame
-costs two lines an interval, never a full disk. A kind is (level, event, code): its values may differ.
+costs two lines an interval, never a full disk. A kind is the level, the event and the values named in
+SUBJECT_KEYS; its other values may differ.
 """
 
 from __future__ import annotations
@@ -15,13 +16,18 @@ import threading
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 import structlog
 
 #: Kinds remembered at once. Events are fixed words, so a process has some dozens; beyond this bound
 #: further kinds are written unfiltered.
 MAX_KINDS = 1_000
+
+#: Values by which two calls of one event differ in kind. Not frames or streams: of those there is no end.
+SUBJECT_KEYS = ("code", "process")
+
+Subject: TypeAlias = "tuple[tuple[str, str], ...]"
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 _FILTERED_LEVELS = frozenset({"warning", "error", "critical"})
@@ -33,7 +39,7 @@ class Summary:
 
     level: str
     event: str
-    code: str
+    subject: Subject
     count: int
 
 
@@ -45,11 +51,11 @@ class RepeatFilter:
 
     def __init__(self, interval_ns: int) -> None:
         self._interval_ns = interval_ns
-        self._kinds: dict[tuple[str, str, str], list[int]] = {}  # kind -> [interval began, left out]
+        self._kinds: dict[tuple[str, str, Subject], list[int]] = {}  # kind -> [interval began, left out]
 
-    def is_passed(self, level: str, event: str, code: str, now_ns: int) -> bool:
+    def is_passed(self, level: str, event: str, subject: Subject, now_ns: int) -> bool:
         """Count one call; return whether it is to be written. Take due() first."""
-        kind = (level, event, code)
+        kind = (level, event, subject)
         state = self._kinds.get(kind)
         if state is None:
             if self._interval_ns > 0 and len(self._kinds) < MAX_KINDS:
@@ -90,10 +96,10 @@ class _Repeats:
             return values
         self.flush(is_final=False)
         if method in _FILTERED_LEVELS:
+            event = str(values.get("event", ""))
+            subject = tuple((key, str(values[key])) for key in SUBJECT_KEYS if key in values)
             with self._lock:
-                is_passed = self._filter.is_passed(
-                    method, str(values.get("event", "")), str(values.get("code", "")), time.monotonic_ns()
-                )
+                is_passed = self._filter.is_passed(method, event, subject, time.monotonic_ns())
             if not is_passed:
                 raise structlog.DropEvent
         return values
@@ -102,13 +108,12 @@ class _Repeats:
         with self._lock:
             summaries = self._filter.due(time.monotonic_ns(), is_final=is_final)
         for summary in summaries:
-            values: dict[str, object] = {
+            values: dict[str, object] = dict(summary.subject)
+            values |= {
                 "repeated_count": summary.count,
                 "interval_s": self._interval_s,
                 "_is_summary": True,
             }
-            if summary.code:
-                values["code"] = summary.code
             getattr(structlog.get_logger(), summary.level)(summary.event, **values)
 
 

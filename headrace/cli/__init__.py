@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import click
 
-from headrace import __version__
+from headrace import __version__, logs
 from headrace.cli import broker, demo, push, status, up, watch, worker
 from headrace.errors import HeadraceError
 from headrace.exit_codes import ExitCode, exit_code_of
@@ -72,10 +72,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted")
         return int(ExitCode.INTERRUPTED)
-    except BrokenPipeError:
-        # The reader (head, grep -m) has what it wanted. Python must not try to flush into the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return int(ExitCode.OK)
     except HeadraceError as error:
         _report(error, f"error: {error}")
         return exit_code_of(error)
@@ -96,4 +92,5 @@ def _report(error: Exception, line: str) -> None:
 
 
 def _say(line: str) -> None:
+    logs.flush()  # so that counts of repeated log lines do not push the reason off the end
     click.echo(f"headrace: {line}", err=True)

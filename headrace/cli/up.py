@@ -66,7 +66,7 @@ def command(
     }
     loaded = with_model(load_config(config_name, flags), model_path, sizes, adapter)
     from headrace.config_settings import to_shell_settings
-    from headrace.supervisor import Supervisor
+    from headrace.supervisor import Supervisor, SupervisorError
 
     to_shell_settings(loaded)  # what the broker would refuse is refused here, before anything is started
     supervisor = Supervisor(loaded)
@@ -89,5 +89,5 @@ def command(
         for number, handler in zip(handled, previous, strict=True):
             signal.signal(number, handler)
     if supervisor.reason:
-        say(f"headrace: error: {supervisor.reason}")
+        raise SupervisorError(supervisor.reason, code or 0)
     return code or 0

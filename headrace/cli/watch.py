@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from headrace.cli.common import connect_option, json_option, set_up_logs, write_json, write_line
+from headrace.cli.common import connect_option, json_option, say, set_up_logs, write_json, write_line
 from headrace.cli.lines import missed_line, missed_object, outcome_line, outcome_object
 from headrace.errors import RequestTimeoutError
 from headrace.exit_codes import ExitCode
@@ -66,6 +66,7 @@ def command(
     set_up_logs()
     wanted = _Wanted(count, None if seconds is None else time.monotonic() + seconds)
     with _subscriber(address, streams, mode, start) as subscriber, contextlib.suppress(KeyboardInterrupt):
+        say(f"headrace: watching {', '.join(streams) or 'all streams'} at {subscriber.address}, Ctrl-C ends")
         while not wanted.is_over:
             try:
                 _show(subscriber.get(timeout=wanted.left_s), wanted, as_json=as_json)
@@ -104,11 +105,13 @@ def _show(item: Outcome | Missed, wanted: _Wanted, *, as_json: bool) -> None:
 
 
 def _subscriber(address: str, streams: tuple[str, ...], mode: str, start: str) -> Subscriber:
+    from headrace import addresses
     from headrace.clients.subscriber import Subscriber
 
     prefixes = [stream for stream in streams if stream.endswith("/")]
     if prefixes and len(streams) > 1:
         raise click.UsageError(f"{prefixes[0]!r} is a prefix: give one prefix alone, or streams alone")
+    addresses.discover(address)  # a wrong address is told soon; later losses are waited out
     if prefixes:
         return Subscriber(address, prefix=prefixes[0], mode=mode, start=start)
     if streams:

@@ -13,26 +13,28 @@ from headrace import logs
 
 SECOND_NS = 1_000_000_000
 
+BAD_SHAPE = (("code", "bad_shape"),)
+
 
 def test_first_of_a_kind_is_passed_and_repeats_are_counted() -> None:
     """Of five equal errors within the interval one is written and four are summed up."""
     repeats = logs.RepeatFilter(10 * SECOND_NS)
 
-    passed = [repeats.is_passed("error", "frame rejected", "bad_shape", at) for at in range(5)]
+    passed = [repeats.is_passed("error", "frame rejected", BAD_SHAPE, at) for at in range(5)]
 
     assert passed == [True, False, False, False, False]
     assert repeats.due(9 * SECOND_NS) == []
-    assert repeats.due(10 * SECOND_NS) == [logs.Summary("error", "frame rejected", "bad_shape", 4)]
+    assert repeats.due(10 * SECOND_NS) == [logs.Summary("error", "frame rejected", BAD_SHAPE, 4)]
 
 
 def test_a_kind_that_fell_silent_is_written_again_at_once() -> None:
     """After a whole interval without repeats the next call passes."""
     repeats = logs.RepeatFilter(10 * SECOND_NS)
-    repeats.is_passed("error", "frame rejected", "", 0)
+    repeats.is_passed("error", "frame rejected", (), 0)
 
     repeats.due(10 * SECOND_NS)
 
-    assert repeats.is_passed("error", "frame rejected", "", 11 * SECOND_NS)
+    assert repeats.is_passed("error", "frame rejected", (), 11 * SECOND_NS)
 
 
 def test_a_kind_that_goes_on_stays_muted_with_a_count_each_interval() -> None:
@@ -41,7 +43,7 @@ def test_a_kind_that_goes_on_stays_muted_with_a_count_each_interval() -> None:
     passed = summed = 0
     for at in range(0, 60 * SECOND_NS, SECOND_NS // 100):
         summed += sum(summary.count for summary in repeats.due(at))
-        passed += repeats.is_passed("error", "camera offline", "", at)
+        passed += repeats.is_passed("error", "camera offline", (), at)
     summed += sum(summary.count for summary in repeats.due(0, is_final=True))
 
     assert passed == 1
@@ -52,17 +54,17 @@ def test_kinds_differ_by_code_and_are_bounded() -> None:
     """Another code is another kind; beyond the bound everything passes and nothing grows."""
     repeats = logs.RepeatFilter(SECOND_NS)
 
-    assert all(repeats.is_passed("error", "x", str(code), 0) for code in range(logs.MAX_KINDS))
-    assert repeats.is_passed("error", "x", "one too many", 0)
-    assert repeats.is_passed("error", "x", "one too many", 0)
-    assert not repeats.is_passed("error", "x", "0", 0)
+    assert all(repeats.is_passed("error", "x", (("code", str(code)),), 0) for code in range(logs.MAX_KINDS))
+    assert repeats.is_passed("error", "x", (("code", "one too many"),), 0)
+    assert repeats.is_passed("error", "x", (("code", "one too many"),), 0)
+    assert not repeats.is_passed("error", "x", (("code", "0"),), 0)
 
 
 def test_interval_of_zero_writes_everything() -> None:
     """summary_ms = 0 turns the filter off."""
     repeats = logs.RepeatFilter(0)
 
-    assert all(repeats.is_passed("error", "x", "", at) for at in range(10))
+    assert all(repeats.is_passed("error", "x", (), at) for at in range(10))
 
 
 @pytest.fixture
@@ -99,6 +101,19 @@ def test_repeated_errors_are_summed_up_at_the_end(stream: io.StringIO) -> None:
         999,
     )
     assert summary["level"] == "error"
+
+
+def test_two_processes_that_fail_alike_are_both_named(stream: io.StringIO) -> None:
+    """The second worker that ends is no repeat of the first."""
+    logs.configure(style="json", stream=stream)
+
+    for name in ("worker-0", "worker-1"):
+        structlog.get_logger().error("process ended", process=name)
+
+    assert [json.loads(line)["process"] for line in stream.getvalue().splitlines()] == [
+        "worker-0",
+        "worker-1",
+    ]
 
 
 def test_information_is_never_left_out(stream: io.StringIO) -> None:
