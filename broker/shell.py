@@ -65,7 +65,7 @@ class Shell:
     ) -> None:
         limits = settings.core.limits
         self.counters = Counters()
-        self.snapshots = Snapshots(core, self.counters, settings.core, self._wake)
+        self.snapshots = Snapshots(core, self.counters, self._wake)
         self._core = core
         self._grace_ns = settings.grace_ms * 1_000_000
         self._actions: list[actions.Action] = []
@@ -78,7 +78,9 @@ class Shell:
             bound.by_role, self._outbound, control, endpoints, limits, self.counters, self._tell
         )
         self._monitors = Monitors(bound.context, bound.by_role, self.counters)
-        self._wake_read, self.wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self.wake_write = os.pipe()
+        for descriptor in (self._wake_read, self.wake_write):
+            os.set_blocking(descriptor, False)
         self._poller = zmq.Poller()
         for socket in bound.by_role.values():
             self._poller.register(socket, zmq.POLLIN)
@@ -93,7 +95,6 @@ class Shell:
         self._is_draining = False
         self._is_ending = False
         self._grace_end_ns: int | None = None
-        self._is_in_hurry = False
 
     def request_drain(self) -> None:
         """Admit nothing more, finish what was admitted within the grace time, then end the loop."""
@@ -126,7 +127,6 @@ class Shell:
     def _turn(self) -> None:
         ready = dict(self._poller.poll(self._timeout_ms()))
         began_ns = time.monotonic_ns()
-        self._is_in_hurry = False
         if self._wake_read in ready:
             os.read(self._wake_read, 4_096)
         self._take_requests(began_ns)
@@ -144,7 +144,7 @@ class Shell:
 
     def _timeout_ms(self) -> int:
         """Return how long the poller may wait, rounded up: waking early would turn the loop for nothing."""
-        if self._is_in_hurry or self._is_drain_requested or self._is_stopped:
+        if self._is_drain_requested or self._is_stopped:
             return 0
         now_ns = time.monotonic_ns()
         wait_ns = MAX_WAIT_NS
@@ -191,8 +191,8 @@ class Shell:
             for peer in gone:
                 if peer not in reported:
                     reported.add(peer)
-                    # Only a Tick dispatches: what this peer had is sent elsewhere in the next turn, at once.
-                    self._is_in_hurry = True
+                    # Only a Tick dispatches: next_wakeup_ns() is now, so what this peer had is sent
+                    # elsewhere in the next turn, at once.
                     self._tell(events.PeerUnreachable(peer), time.monotonic_ns())
 
     def _count_turn(self, took_ns: int) -> None:

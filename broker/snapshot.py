@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from headrace.broker.core import BrokerCore
 from headrace.broker.counters import Counters
-from headrace.broker.settings import CoreSettings
 from headrace.protocol.messages import Value
 
 #: A snapshot this young is handed out again: a crowd of scrapers costs the loop ten a second at most.
@@ -34,9 +33,7 @@ class Snapshot:
 class Snapshots:
     """The latest snapshot, for any thread; ``end_turn`` and ``close`` belong to the loop's thread."""
 
-    def __init__(
-        self, core: BrokerCore, counters: Counters, settings: CoreSettings, wake: Callable[[], None]
-    ) -> None:
+    def __init__(self, core: BrokerCore, counters: Counters, wake: Callable[[], None]) -> None:
         self._core = core
         self._counters = counters
         self._wake = wake
@@ -44,7 +41,6 @@ class Snapshots:
         self._is_wanted = False
         self._is_closed = False
         self._latest: Snapshot | None = None
-        self.settings = settings
         self.last_turn_ns = time.monotonic_ns()
 
     def end_turn(self, now_ns: int) -> None:

@@ -159,7 +159,7 @@ def test_a_frame_over_the_limit_is_named_and_its_neighbours_run() -> None:
         over = hb.Frame("cam", bytes(mib + 1024), mib + 1024, (1025, 1024, 1), seq=1)
         for frame in (exact, over, hb.frame("cam", 2), hb.frame("cam", 3)):
             producer.send(hb.frames(frame))
-        server = threading.Thread(target=serve, args=(worker, 3))
+        server = threading.Thread(target=hb.serve, args=(worker, 3))
         server.start()
         reject = producer.expect(Reject)
         outcomes = listener.outcomes(4)
@@ -173,13 +173,6 @@ def test_a_frame_over_the_limit_is_named_and_its_neighbours_run() -> None:
         2: Status.OK,
         3: Status.OK,
     }
-
-
-def serve(worker: hb.Worker, count: int) -> None:
-    while count > 0:
-        batch = worker.expect(Batch)
-        worker.finish(batch)
-        count -= len(batch.frames)
 
 
 def test_a_named_peer_that_comes_back_takes_its_place() -> None:

@@ -16,6 +16,7 @@ import hr_broker as hb
 import hr_broker_main
 import psutil
 import pytest
+import structlog
 import zmq
 
 from headrace.errors import ConfigError
@@ -174,4 +175,8 @@ def test_a_loop_that_raises_ends_the_process(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(core.BrokerCore, "handle", explode)
 
-    assert process.run(hb.broker_settings()) == 70
+    with structlog.testing.capture_logs() as logs:
+        code = process.run(hb.broker_settings())
+
+    assert code == 70
+    assert [line["event"] for line in logs] == ["broker ready", "broker loop failed"]

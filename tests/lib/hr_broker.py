@@ -268,6 +268,14 @@ class Worker(Peer):
         self.send(Done(batch.batch, results, staged_us=1, ran_us=2, total_us=3))
 
 
+def serve(worker: Worker, count: int) -> None:
+    """Finish batches until so many frames are done."""
+    while count > 0:
+        batch = worker.expect(Batch)
+        worker.finish(batch)
+        count -= len(batch.frames)
+
+
 def ready_for(models: tuple[ModelSpec, ...], worker: str, instance: int, slots: int = 2) -> Ready:
     """Return a READY for every class of the models, buckets 1, 2, 4."""
     profiles = tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from headrace.broker.binding import BoundSockets, bind_sockets, is_exposed, resolve_hosts
+from headrace.broker.binding import BoundSockets, Plan, _bind_tcp, bind_sockets, is_exposed, resolve_hosts
 from headrace.broker.settings import CoreSettings
 from headrace.broker.shell_settings import ShellSettings
 from headrace.broker.sockets import Role
@@ -144,6 +145,62 @@ def test_a_name_is_bound_by_its_addresses(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("headrace.broker.binding.os_socket.getaddrinfo", lambda *_a, **_k: rows)
 
     assert resolve_hosts("broker.host", "my-machine") == ("127.0.0.1",)
+
+
+class UnluckySocket:
+    """Stands for a socket on a machine where the port that one host gave is taken on the other."""
+
+    def __init__(self, errors: list[int]) -> None:
+        self.errors = errors
+        self.bound: list[str] = []
+
+    def bind(self, endpoint: str) -> None:
+        if self.bound and self.errors and (number := self.errors.pop(0)):
+            raise zmq.ZMQError(number)
+        self.bound.append(endpoint.replace("*", str(7_000 + len(self.errors))))
+
+    def unbind(self, endpoint: str) -> None:
+        self.bound.remove(endpoint)
+
+    def getsockopt(self, _option: int) -> bytes:
+        return self.bound[-1].encode()
+
+
+PLAN = Plan(Role.FRAMES, "broker.host", "localhost", hosts=("127.0.0.1", "::1"))
+
+
+def test_a_port_that_is_free_on_one_family_only_is_tried_again() -> None:
+    """With port 0 another port is drawn until both hosts can have it."""
+    unlucky = UnluckySocket([errno.EADDRINUSE, errno.EADDRINUSE])
+
+    address = _bind_tcp(unlucky, PLAN)  # type: ignore[arg-type]
+
+    assert address == "tcp://127.0.0.1:7000"
+    assert unlucky.bound == ["tcp://127.0.0.1:7000", "tcp://[::1]:7000"]
+
+
+def test_a_machine_without_ipv6_binds_localhost_all_the_same() -> None:
+    """Only the second family may be missing; the first is the one that is announced."""
+    half = UnluckySocket([errno.EADDRNOTAVAIL])
+
+    address = _bind_tcp(half, PLAN)  # type: ignore[arg-type]
+
+    assert half.bound == [address]
+
+
+@pytest.mark.parametrize(
+    ("number", "problem"), [(errno.EADDRINUSE, "is taken"), (errno.EACCES, "Permission denied")]
+)
+def test_the_tries_for_a_common_port_end(number: int, problem: str) -> None:
+    """A machine on which no port is free on both families gets an error, not a loop."""
+    with pytest.raises(ConfigError, match=problem):
+        _bind_tcp(UnluckySocket([number] * 100), PLAN)  # type: ignore[arg-type]
+
+
+def test_a_port_that_only_root_may_bind_is_named() -> None:
+    """Whatever else the operating system says is passed on, with key, host and port."""
+    with pytest.raises(ConfigError, match=r"broker\.host = 'localhost': the frames socket.*::1.*Permission"):
+        _bind_tcp(UnluckySocket([errno.EACCES]), PLAN)  # type: ignore[arg-type]
 
 
 def test_an_ipc_path_of_107_bytes_works(tmp_path: Path) -> None:
