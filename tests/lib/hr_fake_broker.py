@@ -27,6 +27,7 @@ from headrace.protocol.messages import (
     Reply,
     Request,
     Setup,
+    Value,
     WorkerHello,
 )
 
@@ -113,7 +114,7 @@ class FakeBroker:
         self.send(batch)
         return self.expect(Done)
 
-    def _chunk(self, number: int, params: dict[str, object]) -> Reply:
+    def _chunk(self, number: int, params: dict[str, Value]) -> Reply:
         content = self.files.get(str(params["sha256"]))
         if content is None:
             return Reply(number, code="not_found", message="no such file")

@@ -54,7 +54,7 @@ def png(rgb: Pixels) -> bytes:
 
 def pil_bytes(image: Image.Image, kind: str, **options: object) -> bytes:
     stream = io.BytesIO()
-    image.save(stream, kind, **options)  # type: ignore[arg-type]
+    image.save(stream, kind, **options)
     return stream.getvalue()
 
 
