@@ -23,7 +23,8 @@ from headrace.protocol.messages import Endpoints
 
 _EPILOG = """\b
 Examples:
-  headrace broker --config configs/video.toml
+  headrace broker --model model.onnx                            one model, no file needed
+  headrace broker --config my.toml
   headrace broker --config my.toml --host 0.0.0.0 --insecure    reachable from other machines
 """
 
