@@ -84,7 +84,14 @@ class BrokerCore:
             boot, settings, self.models, self.streams, self.producers, self.outcomes, self._story
         )
         self.dispatcher = Dispatcher(
-            self.models, self.costs, self.ledger, self.streams, self._story, settings.limits
+            self.models,
+            self.costs,
+            self.ledger,
+            self.streams,
+            self._story,
+            settings.limits,
+            settings.ageing_ms * _NS_PER_MS,
+            settings.ageing_share,
         )
         self.recovery = Recovery(settings.max_attempts, self.streams, self.outcomes, self._story)
         self.life = WorkerLife(

@@ -4,7 +4,13 @@ Not here: when a batch is full enough (batching.py), which frames are in it (que
 later (core.py).
 
 Theory of operation. Once per turn, after all input, the dispatcher repeats until nothing moves: of all size
-classes that have something to send and a worker to send it to, serve the most urgent one.
+classes that have something to send and a worker to send it to, serve the most urgent one. A batch that could
+still grow (not full, no worker idle) is held back, but never so long that a less urgent class takes the slot.
+
+Ageing holds across classes as it does inside one (queues.py): each time a class is served while another one,
+which could have had that slot, holds an aged frame that came earlier, ``debt`` grows by share / (1 - share)
+for each frame served; at 1 or more the aged class goes first and pays for its frames. So the bound of queues.py holds
+for all classes together, with one whole batch in place of one frame.
 
 Which worker: an idle one, the fastest of them; else, for a full batch only (the policies see to that), the
 busy one with a free slot that would finish it first. An idle worker is passed over when it is so slow that
@@ -19,7 +25,7 @@ is idle, the one that will be first is reserved for them; the others go on with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headrace.broker.actions import Action, SendBatch
 from headrace.broker.batching import ClassView, CloseNow
@@ -47,12 +53,17 @@ WAIT_SHARE = 0.75
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``."""
+    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``. ``is_growing``: it is
+    not full and no worker is idle, so it is sent only if it would lose its slot to another class.
+    ``oldest_ns`` is when the longest waiting frame of its class came."""
 
     pool: ClassPool
     worker: Worker
     count: int
+    urgency: tuple[int, int, int] = (0, 0, 0)
+    oldest_ns: int = 0
     is_alone: bool = False
+    is_growing: bool = False
 
 
 class Dispatcher:
@@ -67,6 +78,8 @@ class Dispatcher:
         streams: StreamTable,
         story: Story,
         limits: Limits,
+        ageing_ns: int,
+        ageing_share: float,
     ) -> None:
         self._models = models
         self._costs = costs
@@ -75,6 +88,9 @@ class Dispatcher:
         self._story = story
         self._max_frames = limits.max_frames_per_message
         self._max_bytes = limits.max_message_bytes - limits.max_header_bytes
+        self._ageing_ns = ageing_ns
+        self._debt_step = ageing_share / (1.0 - ageing_share)
+        self._debt = 0.0
         self.pools = WorkerPools()
         self.look_again_ns: int | None = None
 
@@ -100,7 +116,8 @@ class Dispatcher:
 
     def _most_urgent(self, now_ns: int) -> _Choice | None:
         best: _Choice | None = None
-        best_urgency = (0, 0, 0)
+        best_growing: _Choice | None = None
+        oldest: _Choice | None = None
         for served in self._models.classes:
             if served.suspects:
                 choice = self._choose_suspect(served, now_ns)
@@ -111,10 +128,31 @@ class Dispatcher:
             choice = self._choose(served, now_ns)
             if choice is None:
                 continue
-            urgency = served.queue.urgency(now_ns)
-            if best is None or urgency < best_urgency:
-                best, best_urgency = choice, urgency
-        return best
+            if oldest is None or choice.oldest_ns < oldest.oldest_ns:
+                oldest = choice
+            if choice.is_growing:
+                if best_growing is None or choice.urgency < best_growing.urgency:
+                    best_growing = choice
+            elif best is None or choice.urgency < best.urgency:
+                best = choice
+        if best is None:
+            return None
+        if best_growing is not None and best_growing.urgency < best.urgency:
+            best = _instead(best, best_growing) or best
+        return best if oldest is None else self._age(best, oldest, now_ns)
+
+    def _age(self, best: _Choice, oldest: _Choice, now_ns: int) -> _Choice:
+        """Return the class that is served: the most urgent one, unless its turn is owed to an aged one."""
+        if oldest.pool is best.pool or oldest.oldest_ns + self._ageing_ns > now_ns:
+            return best
+        aged = _instead(best, oldest)
+        if aged is None or oldest.oldest_ns >= best.oldest_ns:
+            return best
+        if self._debt < 1.0:
+            self._debt += self._debt_step * best.count
+            return best
+        self._debt -= aged.count
+        return aged
 
     # -- suspects -----------------------------------------------------------------------------------
 
@@ -166,8 +204,13 @@ class Dispatcher:
         )
         decision = served.policy.decide(view, now_ns)
         if isinstance(decision, CloseNow):
-            return _Choice(pool, candidate, min(decision.count, max_batch_size))
+            return _Choice(pool, candidate, decision.count, served.queue.urgency(now_ns), view.oldest_ns)
         self._look_again(decision.at_ns, now_ns)
+        if idle is None:
+            decision = served.policy.decide(replace(view, has_idle_worker=True), now_ns)
+            if isinstance(decision, CloseNow):
+                urgency = served.queue.urgency(now_ns)
+                return _Choice(pool, candidate, decision.count, urgency, view.oldest_ns, is_growing=True)
         return None
 
     def _choose_exact(
@@ -179,7 +222,7 @@ class Dispatcher:
             size = queue.exact_size()
             for worker in workers:
                 if pool.service(worker).max_batch_size >= size:
-                    return _Choice(pool, worker, size)
+                    return _Choice(pool, worker, size, queue.urgency(now_ns), now_ns)
             # Half of a failed batch that none of the free workers can hold whole: smaller parts find the
             # guilty frame as well.
             records = queue.take(size, now_ns)
@@ -279,3 +322,13 @@ class Dispatcher:
             service.cost_ns = self._costs.predict_ns(
                 worker.id, served.model, served.version, served.spec.name, service.max_batch_size
             )
+
+
+def _instead(best: _Choice, other: _Choice) -> _Choice | None:
+    """Return the other choice for the worker that the best one would take, None if that can't run it.
+
+    The slot goes away in any case, so a batch that could still grow goes as it is."""
+    if best.worker.index not in other.pool.workers:
+        return None
+    count = min(other.count, other.pool.service(best.worker).max_batch_size)
+    return replace(other, worker=best.worker, count=count, is_growing=False)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import hr_core as hr
 import pytest
 
-from headrace.broker import admission, events
 from headrace.broker import actions as act
+from headrace.broker import admission, events
 from headrace.broker.settings import ClassPolicy
 from headrace.protocol.messages import BadFrame, Credit, Keep, Limits, Reject, ShmRef, TensorSpec
 
@@ -349,7 +349,9 @@ class TestOwnership:
         assert hr.outcomes(early)[0].retry_after_ms == 2_000
         assert later == []
 
-    def test_repeated_frame_of_a_former_owner_does_not_take_the_stream_back(self, driver: hr.CoreDriver) -> None:
+    def test_repeated_frame_of_a_former_owner_does_not_take_the_stream_back(
+        self, driver: hr.CoreDriver
+    ) -> None:
         """A frame sent again is credited to its sender, whoever owns the stream by now."""
         driver.push(hr.frame(seq=0, epoch=1), peer=b"x")
         driver.wait(3_000)
@@ -581,7 +583,9 @@ class TestModels:
         driver = hr.CoreDriver(hr.make_settings(spec))
         driver.join_worker()
 
-        driver.push(replace(hr.frame(), shape=(3,), dtype="float32", inputs=(TensorSpec("x", "float32", (3,)),)))
+        driver.push(
+            replace(hr.frame(), shape=(3,), dtype="float32", inputs=(TensorSpec("x", "float32", (3,)),))
+        )
         sent = hr.batches(driver.tick())
 
         assert len(sent) == 1

@@ -233,7 +233,9 @@ def run(seed: int) -> World:
     rng = random.Random(seed)
     settings = hr.make_settings(
         policy=ClassPolicy(
-            policy=rng.choice(("adaptive", "window")), max_queue_delay_ms=5, max_queue_size=rng.choice((8, 100))
+            policy=rng.choice(("adaptive", "window")),
+            max_queue_delay_ms=5,
+            max_queue_size=rng.choice((8, 100)),
         ),
         credits_per_producer=rng.choice((4, 32)),
         max_queued_per_stream=rng.choice((4, 100)),
