@@ -275,7 +275,7 @@ class OutcomeLog:
         missed = [(first, min(oldest, stop))] if first < oldest else []
         outcomes: list[Outcome] = []
         left_bytes = max_bytes
-        for outcome, nbytes in islice(ring, max(first - oldest, 0), stop - oldest):
+        for outcome, nbytes in islice(ring, max(first - oldest, 0), max(stop - oldest, 0)):
             left_bytes -= nbytes
             if left_bytes < 0 and outcomes:
                 return outcomes, missed, True
