@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+import structlog
 import zmq
 
 from headrace.broker.process import Broker
@@ -111,6 +113,8 @@ class BrokerThread:
         return self._thread.is_alive()
 
     def start(self) -> Self:
+        if not structlog.is_configured():  # its default writes every batch of a test
+            structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.INFO))
         self._thread.start()
         assert self._is_ready.wait(TIMEOUT_S), "the broker did not start in time"
         if self._error is not None:
@@ -140,13 +144,16 @@ class BrokerThread:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+        self, _kind: type[BaseException] | None, error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if error is None:
             self.stop()
-        else:
-            with contextlib.suppress(BaseException):  # the test's own error is the one to see
-                self.stop()
+            return
+        try:
+            self.stop()
+        except BaseException as broker_error:
+            # The test's own error is the one to see, but this is often its cause.
+            error.add_note(f"the broker's loop had ended: {broker_error!r}")
 
     def _main(self) -> None:
         try:
