@@ -93,6 +93,20 @@ def test_subscriptions_are_counted_down_again() -> None:
     assert count == 1
 
 
+def test_connections_that_break_the_transport_are_counted() -> None:
+    """SEC-04: ZeroMQ closes them without a word; the count by socket is what is seen of them."""
+    with hb.running_broker(hb.broker_settings(http_port=0)) as broker:
+        port = int(broker.endpoints.workers.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 5)
+        found: dict[tuple[str, ...], float] = {}
+        end = time.monotonic() + hb.TIMEOUT_S
+        while ("headrace_handshakes_failed_total", "workers") not in found and time.monotonic() < end:
+            found = samples(get(f"{broker.endpoints.http}/metrics")[1])
+
+    assert found["headrace_handshakes_failed_total", "workers"] == 1
+
+
 def test_ready_means_a_worker_for_each_model() -> None:
     """/readyz names what is missing; /healthz is well all the time."""
     settings = hb.broker_settings(hb.emulated_model("a"), hb.emulated_model("b"), http_port=0)
