@@ -136,3 +136,70 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"the condition did not come true within {timeout_s} s"
         pause.wait(0.005)
+
+
+class Relay:
+    """A TCP relay to one port that can cut every connection, or swallow all bytes without a word."""
+
+    def __init__(self, endpoint: str) -> None:
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        self._target = (host, int(port))
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener.settimeout(0.05)
+        self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.is_swallowing = threading.Event()
+        self.cut_count = 0
+        self._is_stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """Cut what is connected; a new connection is relayed again."""
+        with self._lock:
+            cut, self._open = self._open, []
+        self.cut_count += bool(cut)
+        for connection in cut:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self) -> None:
+        while not self._is_stopped.is_set():
+            try:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target, timeout=5)
+            except OSError:
+                continue
+            with self._lock:
+                self._open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                thread = threading.Thread(target=self._pump, args=(source, sink), daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket) -> None:
+        source.settimeout(0.05)
+        with contextlib.suppress(OSError):
+            while not self._is_stopped.is_set():
+                try:
+                    data = source.recv(65536)
+                except TimeoutError:
+                    continue
+                if not data:
+                    break
+                if not self.is_swallowing.is_set():
+                    sink.sendall(data)
+        for connection in (source, sink):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._is_stopped.set()
+        self.cut()
+        for thread in self._threads:
+            thread.join(5)
+        self._listener.close()
