@@ -42,7 +42,7 @@ MAX_STRAYS = 10_000
 _MAX_SEQ = 2**64 - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Arrival:
     """Who sent a frame, and the name it goes by."""
 
@@ -109,7 +109,7 @@ class Admission:
                 if len(self._strays) > MAX_STRAYS:
                     del self._strays[next(iter(self._strays))]
             refused = RefusedFrame(frame, epoch, frame.seq or 0, refusal)
-            self._refuse(peer, session, name, None, refused, actions)
+            self._refuse(peer, session, name, None, refused, now_ns, actions)
             return
         history = stream.history(epoch)
         seq = frame.seq
@@ -129,7 +129,7 @@ class Admission:
             refusal = verdict
         self._remember_refusal(arrival, history, refusal)
         refused = RefusedFrame(frame, epoch, seq, refusal)
-        self._refuse(peer, session, name, stream, refused, actions)
+        self._refuse(peer, session, name, stream, refused, now_ns, actions)
 
     def forget(self, stream: Stream) -> None:
         """Drop what the other tables hold of a stream that left the stream table."""
@@ -229,9 +229,10 @@ class Admission:
         name: str,
         stream: Stream | None,
         refused: RefusedFrame,
+        now_ns: int,
         actions: list[Action],
     ) -> None:
-        self._outcomes.publish_reject(name, stream, refused, actions)
+        self._outcomes.publish_reject(name, stream, refused, now_ns, actions)
         if peer is not None:
             reject = _reject_of(name, refused.epoch, refused.seq, refused.refusal)
             actions.append(SendReject(peer, reject))

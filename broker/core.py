@@ -151,7 +151,7 @@ class BrokerCore:
                 self._on_grace_ended(now_ns, actions)
             case events.Tick():
                 self._on_tick(now_ns, actions)
-            case _:
+            case _:  # pragma: no cover - mypy proves that there is no other event
                 assert_never(event)
         self.producers.flush(actions)
         return actions

@@ -112,15 +112,14 @@ class ModelTable:
         """Return all models in the order of the configuration."""
         return list(self._by_key.values())
 
-    def learn(self, profile: ModelProfile) -> list[ServedClass]:
-        """Take the size classes of a model that has none yet from a worker; return those that are new."""
+    def learn(self, profile: ModelProfile) -> ServedModel:
+        """Return the model that a worker describes; its size classes are the worker's if it had none."""
         model = self._by_key[profile.name, profile.version]
-        if model.placer is not None:
-            return []
-        specs = tuple(described.size_class for described in profile.classes)
-        model.spec = replace(model.spec, size_classes=specs)
-        self._describe(model, specs)
-        return list(model.classes.values())
+        if model.placer is None:
+            specs = tuple(described.size_class for described in profile.classes)
+            model.spec = replace(model.spec, size_classes=specs)
+            self._describe(model, specs)
+        return model
 
     def _describe(self, model: ServedModel, specs: tuple[SizeClassSpec, ...]) -> None:
         model.placer = SizeClasses(model.spec, specs)

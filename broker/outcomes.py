@@ -66,7 +66,7 @@ class Account:
                 self.error += 1
             case Status.EXPIRED:
                 self.expired += 1
-            case Status.SUPERSEDED | Status.REJECTED:
+            case _:  # refused frames are counted apart
                 self.superseded += 1
 
 
@@ -188,11 +188,13 @@ class OutcomeLog:
         self.rejected_by_code[code] = self.rejected_by_code.get(code, 0) + 1
 
     def publish_reject(
-        self, name: str, stream: Stream | None, refused: RefusedFrame, actions: list[Action]
+        self, name: str, stream: Stream | None, refused: RefusedFrame, now_ns: int, actions: list[Action]
     ) -> None:
         """Count and publish a refused frame. ``stream`` is None when the table has no place for it: then
         the outcome is numbered and published but can't be replayed."""
-        self.count_reject(refused.refusal.code)
+        code = refused.refusal.code
+        self.count_reject(code)
+        self._story.note_id(now_ns, name, refused.epoch, refused.seq, "rejected", code)
         pub_seq = self._streams.take_stray_pub_seq(name) if stream is None else stream.next_pub_seq
         frame = refused.frame
         outcome = Outcome(
@@ -202,7 +204,7 @@ class OutcomeLog:
             boot=self._boot,
             pub_seq=pub_seq,
             status=Status.REJECTED,
-            code=refused.refusal.code,
+            code=code,
             message=refused.refusal.message,
             shape=frame.shape if isinstance(frame, Frame) else (),
             pts_ns=frame.pts_ns,
@@ -338,7 +340,7 @@ def _value_nbytes(value: Value) -> int:
             return 56 + len(value)
         case list():
             return 64 + len(value) * (8 + _value_nbytes(value[0])) if value else 64
-        case dict():
+        case _:
             return 64 + sum(100 + len(key) + _value_nbytes(item) for key, item in value.items())
 
 

@@ -17,7 +17,7 @@ class FrameState(Enum):
     FINISHED = "finished"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class End:
     """How an admitted frame ended, kept from then until its turn in the stream has come. ``staged_us`` and
     ``ran_us`` are durations as the worker measured them; ``batch_size`` is 0 when no batch ended it."""

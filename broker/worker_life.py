@@ -123,10 +123,7 @@ class WorkerLife:
     def _services_of(self, worker: Worker, ready: Ready) -> dict[int, Service]:
         services: dict[int, Service] = {}
         for profile in ready.models:
-            self._models.learn(profile)
-            model = self._models.get(profile.name, profile.version)
-            if model is None:
-                continue
+            model = self._models.learn(profile)
             for described in profile.classes:
                 served = model.classes[described.size_class.name]
                 self._costs.seed(worker.id, described, profile.name, profile.version)

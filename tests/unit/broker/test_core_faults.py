@@ -642,6 +642,17 @@ class TestReady:
         assert len(done) == 1
         assert [one.spec.name for one in _served(driver)] == ["small"]
 
+    def test_batch_of_a_class_that_is_no_longer_served_still_counts(self, driver: hr.CoreDriver) -> None:
+        """A second READY that leaves a class out: what was in flight of it is done as usual."""
+        driver.join_worker(b"w1", slots=1)
+        driver.push(hr.frame(seq=0, size=100))
+        sent = hr.batches(driver.tick())[0]
+        driver.send(events.WorkerReady(b"w1", replace(with_class(ClassProfile(SMALL, ())), slots=1)))
+
+        assert hr.ends(driver.done(sent)) == [("cam-1", 0, "ok", "")]
+        driver.push(hr.frame(seq=1, size=100))
+        assert hr.batches(driver.tick()) == []
+
     def test_ready_of_a_stranger_is_refused(self, driver: hr.CoreDriver) -> None:
         """It must say hello first."""
         actions = driver.send(events.WorkerReady(b"x", bad_ready()))

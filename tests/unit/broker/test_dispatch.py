@@ -12,6 +12,7 @@ import pytest
 
 from headrace.broker import actions as act
 from headrace.broker import worker_pool
+from headrace.broker.batching import ClassView, LookAgain
 from headrace.broker.settings import ClassPolicy
 from headrace.protocol.messages import Frame, Keep, SizeClassSpec
 
@@ -449,6 +450,37 @@ class TestWorkers:
         sent = hr.batches(driver.tick())
 
         assert [one.batch.size_class for one in sent] == ["small"]
+
+    def test_growing_batch_is_not_forced_onto_a_worker_that_cannot_run_it(
+        self, driver: hr.CoreDriver
+    ) -> None:
+        """An urgent batch that could still grow goes early only where it would lose its slot."""
+        driver.join_worker(b"w1", profiles=[hr.profile(hr.make_spec(classes=(hr.SMALL,)))])
+        driver.join_worker(b"w2", profiles=[hr.profile(hr.make_spec(classes=(hr.LARGE,)))])
+        driver.push(hr.frame("a", 0, size=100), hr.frame("b", 0, size=100))
+        driver.tick()
+
+        driver.push(hr.frame("c", 0, size=100, priority=5), hr.frame("d", 0))
+        sent = hr.batches(driver.tick())
+
+        assert [(one.peer, one.batch.size_class) for one in sent] == [(b"w1", "small")]
+
+    @pytest.mark.parametrize("at_ns", [None, 5], ids=["never", "in the past"])
+    def test_policy_that_names_no_future_time_does_not_make_the_core_spin(
+        self, driver: hr.CoreDriver, at_ns: int | None
+    ) -> None:
+        """Only an event can then change the answer."""
+
+        class Never:
+            def decide(self, _view: ClassView, _now_ns: int) -> LookAgain:
+                return LookAgain(at_ns)
+
+        driver.join_worker()
+        driver.core.models.classes[0].policy = Never()
+        driver.push(hr.frame())
+        driver.tick()
+
+        assert driver.core.next_wakeup_ns() == driver.now_ns + 1_000 * hr.MS
 
     def test_pools_stay_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Entries of workers that changed are swept: a pool's heaps do not grow with the work done."""
