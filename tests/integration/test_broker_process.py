@@ -36,9 +36,12 @@ class BrokerProcess:
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the broker did not start: {self.process.communicate(timeout=10)[1]}")
-        self.endpoints = Endpoints(**json.loads(line))
+        try:
+            self.endpoints = Endpoints(**json.loads(line))
+        except ValueError:
+            self.process.kill()
+            said = self.process.communicate(timeout=10)[1]
+            raise AssertionError(f"the broker did not say where it is, but {line!r}: {said}") from None
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
