@@ -16,12 +16,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from headrace import addresses
 from headrace.clients import arrays
+from headrace.clients.drafts import Draft, draft
 from headrace.clients.producer_loop import ProducerLoop, Progress, Situation
-from headrace.clients.producer_session import FRAME_HEADER_BYTES, ProducerSession
+from headrace.clients.producer_session import ProducerSession
 from headrace.clients.records import FrameId, ProducerAccount
 from headrace.clients.sockets import snapshot
 from headrace.errors import (
@@ -41,13 +42,7 @@ _log = logging.getLogger("headrace.clients.producer")
 #: Long enough for a CPU worker that compiles a large model; it is a bound, not an expectation.
 STALL_LIMIT_S = 30.0
 
-MAX_STREAM_BYTES = 128
-MAX_TTL_MS = 86_400_000
-_I64_MAX = 2**63 - 1
 _U64_MAX = 2**64 - 1
-
-
-MemberT = TypeVar("MemberT", Color, Keep)
 
 
 class Producer:
@@ -153,37 +148,16 @@ class Producer:
         ForkedError.
         """
         self._check_usable()
-        limits = self.limits
-        _check_stream(stream)
-        prepared = arrays.prepare(image, encoding=encoding)
-        plain_meta, meta_bytes = arrays.plain_meta(meta, max_bytes=limits.max_meta_bytes)
-        self._check_size(prepared.nbytes, limits)
-        color, keep = _member(Color, color, Code.BAD_COLOR), _member(Keep, keep, Code.BAD_FIELD)
-        if not isinstance(model, str):
-            raise InvalidFrameError(Code.BAD_FIELD, f"model: {model!r} is not a string")
-        priority = arrays.checked_int(priority, "priority", 0, limits.priority_levels - 1)
-        if ttl_ms is not None:
-            ttl_ms = arrays.checked_int(ttl_ms, "ttl_ms", 1, MAX_TTL_MS)
-        if pts_ns is not None:
-            pts_ns = arrays.checked_int(pts_ns, "pts_ns", -_I64_MAX - 1, _I64_MAX)
-        self._reserve(prepared.nbytes, timeout)
+        drafted = draft(
+            image, self.limits, stream=stream, model=model, color=color, priority=priority, ttl_ms=ttl_ms,
+            keep=keep, pts_ns=pts_ns, meta=meta, encoding=encoding,
+        )  # fmt: skip
+        self._reserve(drafted.nbytes, timeout)
         try:
-            payload = snapshot(prepared.data)
-            with self._changed:
-                number = self._take_seq(stream, seq)
-                frame = Frame(
-                    stream, payload, prepared.nbytes, prepared.shape, prepared.dtype, prepared.encoding,
-                    color, number, self.epoch, model, priority, ttl_ms, keep, pts_ns, plain_meta,
-                    prepared.inputs,
-                )  # fmt: skip
-                self._sent_count += 1
-                self._tickets[stream, number] = self._sent_count
-                # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
-                self._loop.submit(frame, FRAME_HEADER_BYTES + meta_bytes + 256 * len(prepared.inputs))
+            return self._submit(drafted, seq)
         except BaseException:
-            self._release(prepared.nbytes)
+            self._release(drafted.nbytes)
             raise
-        return FrameId(stream, self.epoch, number)
 
     def flush(self, timeout: float | None = None) -> ProducerAccount:
         """Wait until every frame pushed before this call has a known end; return the account.
@@ -341,11 +315,15 @@ class Producer:
         for listener in tuple(self._listeners):
             listener()
 
-    # -- with the lock held, or needing none ---------------------------------------------------------
+    # -- pushing, step by step -----------------------------------------------------------------------
 
     def _reserve(self, nbytes: int, timeout: float | None) -> None:
         if timeout is None and threading.current_thread() is self._loop.thread:
             timeout = 0.0  # waiting in the thread that makes room would be for ever
+        if nbytes > self._max_bytes:
+            raise InvalidFrameError(
+                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {self._max_bytes}"
+            )
         with self._changed:
             if not self._changed.wait_for(lambda: self._has_room(nbytes) or self._is_closing, timeout):
                 raise RequestTimeoutError(
@@ -358,6 +336,16 @@ class Producer:
                 raise ClosedError(f"the producer for {self.address} is closed")
             self._held_count += 1
             self._held_bytes += nbytes
+
+    def _submit(self, drafted: Draft, seq: int | None) -> FrameId:
+        payload = snapshot(drafted.prepared.data)
+        with self._changed:
+            number = self._take_seq(drafted.stream, seq)
+            self._sent_count += 1
+            self._tickets[drafted.stream, number] = self._sent_count
+            # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
+            self._loop.submit(drafted.frame(payload, self.epoch, number), drafted.header_bytes)
+        return FrameId(drafted.stream, self.epoch, number)
 
     def _has_room(self, nbytes: int) -> bool:
         return self._failure is not None or (
@@ -383,15 +371,7 @@ class Producer:
         self._next_seq[stream] = seq + 1
         return seq
 
-    def _check_size(self, nbytes: int, limits: Limits) -> None:
-        if nbytes > limits.max_frame_bytes:
-            raise InvalidFrameError(
-                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; the broker's limit is {limits.max_frame_bytes}"
-            )
-        if nbytes > self._max_bytes:
-            raise InvalidFrameError(
-                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {self._max_bytes}"
-            )
+    # -- closing and telling -------------------------------------------------------------------------
 
     def _wait_for_the_rest(self, timeout: float | None) -> None:
         started = last_end = time.monotonic()
@@ -459,23 +439,3 @@ class Producer:
             self.close()
         except NotDeliveredError as error:
             sys.stderr.write(f"headrace: {error}; close the producer, or use it in a with block\n")
-
-
-def _check_stream(stream: object) -> None:
-    if not isinstance(stream, str):
-        raise InvalidFrameError(Code.BAD_STREAM, f"stream: {stream!r} is not a string")
-    try:
-        size = len(stream.encode())
-    except UnicodeEncodeError:
-        raise InvalidFrameError(Code.BAD_STREAM, f"stream {stream!r} can't be written as UTF-8") from None
-    if not 1 <= size <= MAX_STREAM_BYTES or "\0" in stream:
-        raise InvalidFrameError(
-            Code.BAD_STREAM, f"stream {stream!r}: {size} bytes; 1 to {MAX_STREAM_BYTES} without NUL are right"
-        )
-
-
-def _member(kind: type[MemberT], value: str, code: Code) -> MemberT:
-    try:
-        return kind(value)
-    except ValueError:
-        raise InvalidFrameError(code, f"{value!r} is not one of {', '.join(kind)}") from None

@@ -28,6 +28,8 @@ _log = logging.getLogger("headrace.clients.subscriber")
 
 MAX_STREAM_BYTES = 128
 
+_DEFAULT_STARTS = {Mode.EVERY: Start.EARLIEST, Mode.LATEST: Start.NOW}
+
 MemberT = TypeVar("MemberT", Mode, Start)
 
 
@@ -61,25 +63,23 @@ class Subscriber:
 
         Args:
             address: any address of the broker.
-            stream: one stream. Give at most one of stream, streams and prefix; none means all streams.
+            stream: one stream; give at most one of stream, streams and prefix (none means all streams).
             streams: several streams.
-            prefix: all streams whose id begins so ("" for all).
+            prefix: all streams whose id begins so.
             mode: "every" outcome, or only the "latest" of each stream when reading is slower.
             start: "earliest" begins with what the broker still keeps, "now" with what comes. The default
                 is "earliest" for every and "now" for latest.
             timeout: seconds to wait for the broker.
             max_queued: items read ahead of the reader in mode every (1 or more).
             max_queued_bytes: the same for their payloads.
-            sink: takes the items in the subscriber's own thread instead of the queue (for clients built
-                on this one).
+            sink: takes the items in the subscriber's own thread instead of the queue.
             on_item: called in the subscriber's own thread after an item was queued, and when it closes.
 
         Raises ConfigError, UnreachableError.
         """
         self.address = addresses.normalise(address)
         self.mode = _member(Mode, mode, "mode")
-        default_start = Start.EARLIEST if self.mode is Mode.EVERY else Start.NOW
-        self.start = default_start if start is None else _member(Start, start, "start")
+        self.start = _member(Start, start or _DEFAULT_STARTS[self.mode], "start")
         self._pid = os.getpid()
         self._queue = ReaderQueue(
             self.mode,
@@ -88,12 +88,9 @@ class Subscriber:
             on_room=self._make_room,
             on_item=on_item,
         )
-        self._session = SubscriberSession(
-            _topics(stream, streams, prefix),
-            mode=self.mode,
-            start=self.start,
-            jitter=secrets.randbelow(1_000) / 1_000,
-        )
+        topics = _topics(stream, streams, prefix)
+        jitter = secrets.randbelow(1_000) / 1_000
+        self._session = SubscriberSession(topics, mode=self.mode, start=self.start, jitter=jitter)
         self._changed = threading.Condition()
         self._has_ended = False
         self._loop = SubscriberLoop(
