@@ -7,10 +7,10 @@ Theory of operation. Once per turn, after all input, the dispatcher repeats unti
 classes that have something to send and a worker to send it to, serve the most urgent one. A batch that could
 still grow (not full, no worker idle) is held back, but never so long that a less urgent class takes the slot.
 
-Ageing holds across classes as it does inside one (queues.py): each time a class is served while another one,
-which could have had that slot, holds an aged frame that came earlier, ``debt`` grows by share / (1 - share)
-for each frame served; at 1 or more the aged class goes first and pays for its frames. So the bound of queues.py
-holds for all classes together, with one whole batch in place of one frame.
+Ageing holds across classes as it does inside one (queues.py): each time a class is served while another
+one, which could have had that slot, holds an aged frame that came earlier, ``debt`` grows by share / (1 -
+share) for each frame served; at 1 or more the aged class goes first and pays for its frames. So the bound
+of queues.py holds for all classes together, with one whole batch in place of one frame.
 
 Which worker: an idle one, the fastest of them; else, for a full batch only (the policies see to that), the
 busy one with a free slot that would finish it first. An idle worker is passed over when it is so slow that
