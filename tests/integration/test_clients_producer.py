@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -266,6 +267,31 @@ def test_a_broker_that_restarts_gets_the_unfinished_frames_again() -> None:
     assert account.sessions == 2
     assert [item.seq for item in got if isinstance(item, Outcome)] == list(range(40))
     assert subscriber.account.missed == 0
+
+
+def test_a_thread_that_died_is_told_at_the_next_call(
+    broker: BrokerThread, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of our own ends the producer or subscriber aloud: no call waits for a dead thread."""
+
+    def fail(*_args: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    producer = Producer(broker.endpoints.frames)
+    subscriber = Subscriber(broker.endpoints.frames, stream="cam")
+    monkeypatch.setattr(producer._loop._session, "handle", fail)
+    monkeypatch.setattr(subscriber._loop._session, "handle", fail)
+    with contextlib.suppress(ClosedError):
+        producer.push(image(0), stream="cam")
+
+    with pytest.raises(ClosedError, match="a bug"):
+        producer.flush(5)
+    with pytest.raises(ClosedError, match="a bug"):
+        subscriber.get(5)
+    with contextlib.suppress(NotDeliveredError):
+        producer.close()
+    subscriber.close()
+    assert "ended by an error of its own" in caplog.text
 
 
 def test_closing_twice_and_using_it_after_is_clear(broker: BrokerThread) -> None:

@@ -16,7 +16,8 @@ from hr_broker import BrokerThread, broker_settings, emulated_model, running_bro
 from hr_clients import AutoWorker, image, settings_at, unused_port, wait_for
 
 import headrace
-from headrace import AsyncClient, AsyncProducer, AsyncSubscriber, Client, Control, Outcome, Status
+from headrace import AsyncClient, AsyncProducer, AsyncSubscriber, Client, Control, Missed, Outcome, Status
+from headrace.clients.records import MissedReason
 from headrace.errors import (
     ClosedError,
     FrameError,
@@ -231,6 +232,44 @@ def test_closing_a_client_ends_its_waiting_requests(broker: BrokerThread, worker
         future.result(5)
     with pytest.raises(ClosedError):
         client.infer(image(0))
+
+
+def test_requests_outlive_a_broker_that_restarts() -> None:
+    """What was under way is answered by the next broker, each once, whatever the subscriber was told of
+    the old one's end."""
+    with running_broker() as first, AutoWorker(first.endpoints) as worker:
+        endpoints = first.endpoints
+        client = Client(endpoints.frames)
+        client.infer_many([image(value) for value in range(5)])
+        worker.gate.clear()
+        futures = [client.submit(image(value)) for value in range(5)]
+
+    with running_broker(settings_at(endpoints)), AutoWorker(endpoints):
+        outcomes = [future.result(20) for future in futures]
+        again = client.infer(image(9), timeout=20)
+        client.close()
+
+    assert [o.outputs["first"] for o in outcomes if isinstance(o.outputs, dict)] == list(range(5))
+    assert isinstance(again.outputs, dict)
+    assert again.outputs["first"] == 9
+
+
+def test_a_request_whose_outcome_can_not_be_had_is_told_so(broker: BrokerThread, worker: AutoWorker) -> None:
+    """The producer knows that the frame ended, the subscriber that its outcome was missed."""
+    worker.gate.clear()
+    with Client(broker.endpoints.frames) as client:
+        future = client.submit(image(0))
+        (lane, _), *_ = client._pending
+        client._take_item(Missed(lane, 1, 0, 0, MissedReason.LEFT_RING))
+        assert not future.done(), "its frame is unfinished: the outcome may still come"
+
+        client._producer._tickets.clear()
+        client._take_item(Missed(lane, 1, 0, 0, MissedReason.LEFT_RING))
+
+        with pytest.raises(RequestTimeoutError, match="missed: left_ring"):
+            future.result(5)
+        worker.gate.set()
+        assert client.infer(image(1)).status is Status.OK
 
 
 # -- asyncio -------------------------------------------------------------------------------------------
