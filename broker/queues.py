@@ -75,11 +75,17 @@ class _PriorityQueue:
         self.heap = _LazyHeap()
         self.virtual = 0
         self.last_tag: dict[str, int] = {}
+        self._prune_above = _REBUILD_ABOVE
         self.waiting: dict[str, int] = {}
 
     def tag_for(self, stream: str) -> int:
         tag = max(self.virtual, self.last_tag.get(stream, -1) + 1)
         self.last_tag[stream] = tag
+        if len(self.last_tag) > self._prune_above:
+            # A tag behind the virtual time says nothing any more. The limit doubles with what is left, so
+            # that pruning costs O(1) a push however many streams there are.
+            self.last_tag = {name: last for name, last in self.last_tag.items() if last >= self.virtual}
+            self._prune_above = max(_REBUILD_ABOVE, 2 * len(self.last_tag))
         return tag
 
     def add(self, record: FrameRecord) -> None:
@@ -94,10 +100,9 @@ class _PriorityQueue:
         if left:
             self.waiting[stream] = left
         else:
-            # Nothing of the stream waits: its tag would only matter if it were ahead of the virtual time,
-            # and a stream that has nothing queued owes nothing.
+            # Its last tag stays: the stream was just served at the virtual time, and its next frame comes one
+            # behind it; else streams with one frame at a time would pass a waiting backlog for ever.
             del self.waiting[stream]
-            self.last_tag.pop(stream, None)
 
 
 class ClassQueue:

@@ -84,6 +84,31 @@ def test_an_idle_stream_earns_no_credit(queue: ClassQueue) -> None:
     assert taken.count("late") == 4
 
 
+def test_streams_with_one_frame_at_a_time_do_not_pass_a_backlog_for_ever(queue: ClassQueue) -> None:
+    """BAT-12: a burst's frames take turns with streams that always have just one frame waiting."""
+    burst = [make_record("burst") for _ in range(4)]
+    push_all(queue, burst)
+    push_all(queue, [make_record(f"single-{i}") for i in range(2)])
+    served = []
+    for _ in range(12):
+        (record,) = queue.take(1, 0)
+        served.append(record)
+        if record.frame.stream != "burst":
+            queue.push(make_record(record.frame.stream), 0)
+
+    assert [served.index(record) for record in burst] == [0, 3, 6, 9]
+
+
+def test_tags_of_streams_long_gone_are_forgotten(queue: ClassQueue) -> None:
+    """The table of fairness tags follows the streams that wait, not all that ever came."""
+    for index in range(5_000):
+        queue.push(make_record(f"s{index}"), 0)
+        queue.push(make_record("steady"), 0)
+        queue.take(2, 0)
+
+    assert len(queue._queues[0].last_tag) < 200
+
+
 def test_requeued_frames_go_before_all_others_of_their_priority(queue: ClassQueue) -> None:
     """VID-04: frames of a lost worker keep their place at the front, in order."""
     waiting = [make_record(deadline_ns=5)]
