@@ -71,7 +71,8 @@ class Outbound:
         self._counters = counters
         self._heartbeat = codec.encode(Heartbeat())
         self._greeted: dict[bytes, None] = {}  # peers that are told when the broker stops
-        self.unreachable: list[bytes] = []
+        #: Peers that could not be sent to, each with the batches whose own send failed.
+        self.unreachable: dict[bytes, list[int]] = {}
 
     def carry_out(self, todo: list[actions.Action]) -> None:
         """Carry out the actions in their order.
@@ -96,7 +97,8 @@ class Outbound:
                         for start in range(0, len(outcomes), MAX_BUNDLE):
                             self._publish(outcomes[start : start + MAX_BUNDLE])
                 case actions.SendBatch(peer, batch):
-                    self.send(peer, batch)
+                    if not self.send(peer, batch):
+                        self.unreachable[peer].append(batch.batch)
                 case actions.GrantCredit(peer, credit):
                     self.send(peer, credit)
                 case actions.SendReject(peer, reject):
@@ -224,6 +226,6 @@ class Outbound:
                 raise
             self._counters.unreachable_count += 1
             self._greeted.pop(peer, None)
-            self.unreachable.append(peer)
+            self.unreachable.setdefault(peer, [])
             return False
         return True

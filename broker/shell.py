@@ -187,13 +187,14 @@ class Shell:
         while self._actions or self._outbound.unreachable:
             todo, self._actions = self._actions, []
             self._outbound.carry_out(todo)
-            gone, self._outbound.unreachable = self._outbound.unreachable, []
-            for peer in gone:
+            gone, self._outbound.unreachable = self._outbound.unreachable, {}
+            for peer, undelivered in gone.items():
                 if peer not in reported:
                     reported.add(peer)
                     # Only a Tick dispatches: next_wakeup_ns() is now, so what this peer had is sent
                     # elsewhere in the next turn, at once.
-                    self._tell(events.PeerUnreachable(peer), time.monotonic_ns())
+                    event = events.PeerUnreachable(peer, tuple(undelivered))
+                    self._tell(event, time.monotonic_ns())
 
     def _count_turn(self, took_ns: int) -> None:
         counters = self.counters

@@ -241,16 +241,19 @@ def test_each_action_reaches_its_socket(world: World) -> None:
 
 
 def test_a_peer_that_is_gone_is_noted(world: World) -> None:
-    """Nothing is raised: the peer is in ``unreachable`` and counted, and the others get theirs."""
+    """ZMQ-08: nothing is raised; the peer is in ``unreachable`` with the batches that never left, and the
+    others get theirs."""
     world.outbound.carry_out(
         [
+            actions.SendHeartbeat(b"wgone", is_worker=True),
             actions.SendBatch(b"wgone", Batch(1, "m", "1", "c", FRAMES)),
+            actions.SendBatch(b"wgone", Batch(2, "m", "1", "c", FRAMES)),
             actions.SendHeartbeat(b"wp", is_worker=True),
         ]
     )
 
-    assert world.outbound.unreachable == [b"wgone"]
-    assert world.counters.unreachable_count == 1
+    assert world.outbound.unreachable == {b"wgone": [1, 2]}
+    assert world.counters.unreachable_count == 3
     assert world.received(world.worker) == [Heartbeat()]
 
 
@@ -269,4 +272,4 @@ def test_goodbye_is_said_to_those_that_introduced_themselves(world: World) -> No
     assert world.received(world.producer, 2)[1] == Goodbye("the broker stops")
     assert isinstance(world.received(world.worker)[0], Setup)
     assert not world.worker.poll(50)
-    assert world.outbound.unreachable == [b"fgone"]
+    assert world.outbound.unreachable == {b"fgone": []}
