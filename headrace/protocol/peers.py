@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Final, Generic, TypeVar
 
+from headrace.errors import Code, RemoteProtocolError
 from headrace.protocol import messages as m
 from headrace.protocol.fields import (
     I64_MAX,
@@ -167,12 +168,26 @@ _SIZE_CLASS: Final = Schema(
     m.SizeClassSpec,
     {
         "name": required_name,
-        "height": integer(1, MAX_SIDE_PIXELS),
-        "width": integer(1, MAX_SIDE_PIXELS),
+        "height": integer(0, MAX_SIDE_PIXELS),
+        "width": integer(0, MAX_SIDE_PIXELS),
         "max_batch_size": integer(1, MAX_BATCH_SIZE),
         "fit": choice(m.Fit),
     },
 )
+_read_sides: Final = _SIZE_CLASS.reader()
+
+
+def _read_size_class(value: object, name: str) -> m.SizeClassSpec:
+    """Read a size class: both sides are pixels, or both are 0 in the one class of a model of tensors."""
+    size_class = _read_sides(value, name)
+    if (size_class.height == 0) != (size_class.width == 0):
+        raise RemoteProtocolError(
+            Code.OUT_OF_RANGE,
+            f"{name} is {size_class.height}x{size_class.width}: both sides are 0 (tensors), or none is",
+        )
+    return size_class
+
+
 _IMAGE_INPUT: Final = Schema(
     m.ImageInput,
     {
@@ -194,7 +209,7 @@ _MODEL: Final = Schema(
         "version": required_name,
         "files": array_of(_MODEL_FILE.reader(), MAX_MODEL_FILES),
         "image": optional(_IMAGE_INPUT.reader()),
-        "size_classes": array_of(_SIZE_CLASS.reader(), MAX_SIZE_CLASSES),
+        "size_classes": array_of(_read_size_class, MAX_SIZE_CLASSES),
         "oversize": choice(m.Oversize),
         "adapter": required_name,
         "adapter_options": tree_map,
@@ -211,7 +226,7 @@ _ENDPOINTS_FIELDS: Final[dict[str, Reader[Any]]] = {
     "host_key": name_text,
 }
 _ENDPOINTS: Final = Schema(m.Endpoints, _ENDPOINTS_FIELDS)
-_CLASS_PROFILE: Final = Schema(m.ClassProfile, {"size_class": _SIZE_CLASS.reader(), "buckets": _read_buckets})
+_CLASS_PROFILE: Final = Schema(m.ClassProfile, {"size_class": _read_size_class, "buckets": _read_buckets})
 _MODEL_PROFILE: Final = Schema(
     m.ModelProfile,
     {

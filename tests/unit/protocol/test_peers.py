@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from headrace.errors import RemoteProtocolError
-from headrace.protocol import codec
+from headrace.protocol import codec, messages
 from headrace.protocol.fields import cut_text, shown
 
 LIMITS = hr_wire.LIMITS
@@ -138,6 +138,23 @@ def test_a_required_field_inside_a_list_is_named_with_its_place():
 
     with pytest.raises(RemoteProtocolError, match=r"models\[0\]\.size_classes\[1\]\.height is missing"):
         codec.decode([msgpack.packb(header)], LIMITS)
+
+
+@pytest.mark.parametrize(("height", "width"), [(0, 5), (5, 0), (-1, -1), (65_537, 1)], ids=str)
+def test_a_size_class_has_two_sides_or_none(height, width):
+    """Half a size is none."""
+    header = header_of("setup")
+    header["models"][0]["size_classes"][0] |= {"height": height, "width": width}
+
+    assert code_of(header) == "out_of_range"
+
+
+def test_the_class_of_a_tensor_model_has_no_size():
+    """A worker that serves tensors says so in READY."""
+    tensors = messages.ClassProfile(messages.SizeClassSpec("tensor", 0, 0), ((1, 2.0),))
+    ready = messages.Ready("w", 1, 2, (messages.ModelProfile("m", "1", (tensors,), ()),))
+
+    assert codec.decode(codec.encode(ready), LIMITS) == ready
 
 
 def test_limits_are_sent_whole():
