@@ -13,7 +13,6 @@ import secrets
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Self
 
 import structlog
@@ -31,6 +30,7 @@ from headrace.broker.sockets import Role
 from headrace.exit_codes import ExitCode
 from headrace.host import host_key
 from headrace.protocol.messages import Endpoints
+from headrace.signals import stopped_by_signals
 
 __all__ = ["Broker", "LocalModel", "ShellSettings", "run"]
 
@@ -96,24 +96,13 @@ class Broker:
     @contextlib.contextmanager
     def drained_by_signals(self) -> Iterator[None]:
         """While in the block: the first SIGTERM or SIGINT drains, the second ends the process at once."""
-        received: list[int] = []
-
-        def on_signal(number: int, _frame: FrameType | None) -> None:
-            received.append(number)
-            if len(received) > 1:
-                os._exit(128 + number)
-            self._shell.request_drain()
-
-        handled = (signal.SIGTERM, signal.SIGINT)
-        previous = [signal.signal(number, on_signal) for number in handled]
-        # Python runs handlers between bytecodes: the byte written here wakes a poll that has just begun.
-        previous_descriptor = signal.set_wakeup_fd(self._shell.wake_write, warn_on_full_buffer=False)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(previous_descriptor)
-            for number, handler in zip(handled, previous, strict=True):
-                signal.signal(number, handler)
+        with stopped_by_signals(self._shell.request_drain, lambda number: os._exit(128 + number)):
+            # Python runs handlers between bytecodes: the byte written here wakes a poll that has just begun.
+            previous_descriptor = signal.set_wakeup_fd(self._shell.wake_write, warn_on_full_buffer=False)
+            try:
+                yield
+            finally:
+                signal.set_wakeup_fd(previous_descriptor)
 
 
 def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None = None) -> int:

@@ -19,15 +19,12 @@ from typing import TypeAlias, assert_never
 
 from headrace.config_schema import Config
 from headrace.exit_codes import NEVER_RESTARTED, ExitCode
+from headrace.signals import StopRequests
 
 BROKER = "broker"
 
 #: Time beyond its own grace in which a process says goodbye and closes its sockets.
 CLOSING_MS = 5_000
-
-#: Two requests closer together than this are one: timeout(1) and some shells signal a process and then its
-#: group, and nobody presses Ctrl-C twice that fast.
-SAME_REQUEST_NS = 300_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +174,7 @@ class Supervision:
         self._was_broker_ready = False
         self._ready_by_ns: int | None = None
         self._kill_at_ns: int | None = None
-        self._stop_asked_ns: int | None = None
+        self._requests = StopRequests()
         self._code = int(ExitCode.OK)
         self._reason = ""
 
@@ -242,11 +239,10 @@ class Supervision:
         self._schedule(process, now_ns, actions)
 
     def _stop_asked(self, now_ns: int, actions: list[Action]) -> None:
-        if self._stop_asked_ns is None:
-            self._stop_asked_ns = now_ns
+        if self._requests.is_first(now_ns):
             if self._phase is _Phase.RUNNING:
                 self._stop(now_ns, actions)
-        elif now_ns - self._stop_asked_ns >= SAME_REQUEST_NS:
+        elif self._requests.is_second(now_ns):
             self._kill(now_ns, actions)
 
     def _kill(self, now_ns: int, actions: list[Action]) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import secrets
-import signal
 import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 import structlog
 
@@ -21,6 +16,7 @@ from headrace.exit_codes import ExitCode
 from headrace.host import host_key
 from headrace.orphans import end_with_parent
 from headrace.protocol.messages import WorkerHello
+from headrace.signals import stopped_by_signals
 from headrace.workers.decode import silence_codecs
 from headrace.workers.devices import Device, choose_device
 from headrace.workers.model_cache import default_cache_folder
@@ -38,14 +34,15 @@ log = structlog.get_logger()
 def run(settings: WorkerSettings) -> int:
     """Be a worker until told to stop; return the exit code (``headrace.exit_codes``).
 
-    The first SIGTERM or SIGINT lets the batches inside finish, the second ends the process at once. Call it
-    in the main thread. Raises ConfigError and DeviceError for settings that can't be used.
+    The first SIGTERM or SIGINT lets the batches inside finish, the second ends the process at once: run in
+    the main thread, or they are not taken. Raises ConfigError and DeviceError for settings that can't be
+    used.
     """
     if settings.parent_pid is not None:
         end_with_parent(settings.parent_pid)
     silence_codecs()
     shell = make_shell(settings)
-    with _signals(shell):
+    with stopped_by_signals(shell.request_stop, lambda number: os._exit(128 + number)):
         try:
             return shell.run()
         except HeadraceError:
@@ -88,25 +85,3 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
 
 def _new_id() -> str:
     return f"{socket.gethostname()[:64]}-{os.getpid()}-{secrets.token_hex(2)}"
-
-
-@contextlib.contextmanager
-def _signals(shell: WorkerShell) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield  # signals belong to the main thread; whoever runs a worker elsewhere calls request_stop()
-        return
-    is_asked = False
-
-    def take(number: int, _frame: FrameType | None) -> None:
-        nonlocal is_asked
-        if is_asked:
-            os._exit(128 + number)
-        is_asked = True
-        shell.request_stop()
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import PurePath
-from types import FrameType
 from typing import TYPE_CHECKING
 
 import click
@@ -18,6 +15,7 @@ from headrace.cli.progress import ProgressLine
 from headrace.errors import NotDeliveredError
 from headrace.exit_codes import ExitCode
 from headrace.protocol.messages import Encoding, Keep, Reject
+from headrace.signals import stopped_by_signals
 
 if TYPE_CHECKING:
     from headrace.clients.producer import Producer
@@ -221,20 +219,14 @@ class _Summary:
         return f"{self.stream}: {account.sent} frames sent in {report.elapsed_s:.1f} s{ended}"
 
 
-@contextlib.contextmanager
-def _stopped_by_signals(stop: threading.Event) -> Iterator[None]:
+def _stopped_by_signals(stop: threading.Event) -> contextlib.AbstractContextManager[None]:
     """The first Ctrl-C or SIGTERM ends the sending and waits for outcomes; the second ends at once."""
 
-    def on_signal(_number: int, _frame: FrameType | None) -> None:
-        if stop.is_set():
-            raise KeyboardInterrupt
+    def ask() -> None:
         stop.set()
         say("headrace: stopping; waiting for the last outcomes (again to end at once)")
 
-    handled = (signal.SIGTERM, signal.SIGINT)
-    previous = [signal.signal(number, on_signal) for number in handled]
-    try:
-        yield
-    finally:
-        for number, handler in zip(handled, previous, strict=True):
-            signal.signal(number, handler)
+    def insist(_number: int) -> None:
+        raise KeyboardInterrupt
+
+    return stopped_by_signals(ask, insist)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 from hr_engine import GatedEngine
 from hr_fake_broker import TIMEOUT_S, FakeBroker
+from hr_signals import insist
 from hr_worker import batch_of, raw_frame
 
 from headrace.errors import Code, ConfigError, DeviceError
@@ -312,9 +313,8 @@ def test_prc_03_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
         broker.send(numbered(1, 5))
         worker.send_signal(signal.SIGTERM)
         broker.expect(Goodbye)
-        worker.send_signal(signal.SIGTERM)
 
-        assert worker.wait(5) == 128 + signal.SIGTERM
+        assert insist(worker, signal.SIGTERM, 5) == 128 + signal.SIGTERM
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
