@@ -2,8 +2,10 @@
 PYTHON ?= .venv/bin/python
 TYPECHECK := build/typecheck
 SEEDS ?= 50
+MINUTES ?= 15
+SEED ?= 1
 
-.PHONY: check lint types test coverage demo bench docs clean
+.PHONY: check lint types test coverage demo bench docs clean chaos
 
 check: lint types
 
@@ -20,6 +22,10 @@ types:
 
 test:
 	$(PYTHON) -P -m pytest
+
+# Faults at random on real processes. The last line is one JSON object; exit code 1 when anything is wrong.
+chaos:
+	PYTHONPATH=tests/e2e:tests/lib $(PYTHON) -P -m chaos --minutes $(MINUTES) --seed $(SEED)
 
 demo:
 	$(PYTHON) -P -m headrace demo

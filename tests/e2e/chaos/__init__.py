@@ -1,0 +1,1 @@
+"""Faults at random on real processes: run with ``make chaos``, see ``__main__``."""
