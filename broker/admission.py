@@ -114,9 +114,10 @@ class Admission:
         history = stream.history(epoch)
         seq = frame.seq
         if seq is None:
-            seq = min(history.last_seq + 1, _MAX_SEQ)
+            seq = min(history.next_seq(), _MAX_SEQ)
         arrival = _Arrival(peer, session, stream, epoch, seq, now_ns)
-        if frame.seq is not None and seq <= history.last_seq and self._is_known(arrival, history, actions):
+        may_be_known = seq <= history.last_seq or history.was_finished_earlier(seq)
+        if frame.seq is not None and may_be_known and self._is_known(arrival, history, actions):
             return
         if isinstance(frame, BadFrame):
             refusal = Refusal(frame.code, frame.message)
@@ -150,6 +151,14 @@ class Admission:
         elif refusal is not None:
             reject = _reject_of(stream.name, arrival.epoch, seq, refusal)
             self._say_again(arrival.peer, session, reject, actions)
+        elif history.was_finished_earlier(seq):
+            if session is not None:
+                # Outcomes leave in the order of admission, so that what was admitted before it is finished
+                # as well; only a reject whose reason is forgotten can be ahead of an unfinished frame.
+                if all(other > seq for epoch, other in stream.unfinished if epoch == arrival.epoch):
+                    told = max(history.released_seq, session.moved.get(stream.name, -1))
+                    session.moved[stream.name] = max(told, seq)
+                self._producers.conclude(session, None)
         elif not history.has_seen(seq):
             return False
         elif session is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from headrace.broker.core import BrokerCore
+from headrace.broker.journal import Journal
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
 from headrace.errors import Code, RemoteError
 from headrace.protocol.messages import Limits, ReplayReply, Reply, Request, Value
@@ -56,12 +57,14 @@ class Control:
         limits: Limits,
         info: BrokerInfo,
         request_drain: Callable[[bool], None],
+        journal: Journal | None = None,
     ) -> None:
         self._core = core
         self._store = store
         self._limits = limits
         self._info = info
         self._request_drain = request_drain
+        self._journal = journal
         self._methods: dict[str, Callable[[Request, int], Reply | ReplayReply]] = {
             "status": self._status,
             "positions": self._positions,
@@ -98,23 +101,53 @@ class Control:
             "pid": self._info.pid,
             "addresses": dict(self._info.addresses),
         }
+        if self._journal is not None:
+            counts = self._journal.counts
+            result["journal"] = {
+                "path": str(self._journal.path),
+                "outcomes": counts.kept_count,
+                "bytes": counts.kept_bytes,
+                "max_bytes": counts.max_bytes,
+                "commits": counts.commit_count,
+                "damaged": counts.damaged_count,
+            }
         return Reply(request.id, result)
 
     def _positions(self, request: Request, _now_ns: int) -> Reply:
-        params = _Checked(request.params, {"topics", "streams_after"})
+        params = _Checked(request.params, {"topics", "streams_after", "earlier"})
         topics = params.texts("topics", MAX_TOPICS)
         after = params.text("streams_after", "")
+        with_earlier = params.flag("earlier", default=False)
         result = dict(self._core.positions(topics))
         streams = result.get("streams")
         if isinstance(streams, dict):
-            result["streams"], result["streams_next"] = _page(streams, after, MAX_STREAMS_PER_PAGE)
+            earlier = self._earlier(topics, streams) if with_earlier else {}
+            page, result["streams_next"] = _page(streams, after, MAX_STREAMS_PER_PAGE)
+            result["streams"] = page
+            if with_earlier and self._journal is not None:
+                result["earlier_boots"] = list[Value](self._journal.earlier_boots)
+                result["earlier"] = {name: earlier[name] for name in page if name in earlier}
         return Reply(request.id, result)
+
+    def _earlier(self, topics: list[str], streams: dict[str, Value]) -> dict[str, Value]:
+        """Return what the journal has of earlier boots, by stream; streams that the core knows no more are
+        added to ``streams``, so that pages cover them."""
+        if self._journal is None:
+            return {}
+        found = self._journal.positions(topics)
+        forgotten = [name for name in found if name not in streams]
+        known = self._core.positions([f"{name}\0" for name in forgotten])["streams"]
+        for name in forgotten:
+            streams[name] = known[name] if isinstance(known, dict) and name in known else [0, 0]
+        return {name: [list[Value](entry) for entry in entries] for name, entries in found.items()}
 
     def _replay(self, request: Request, _now_ns: int) -> ReplayReply:
         params = _Checked(request.params, {"stream", "boot", "first", "last", "max_bytes"})
-        outcomes, missed, has_more = self._core.replay(
+        boot = params.integer("boot", None, 0, _MAX_U64)
+        source = self._core if self._journal is None or boot == self._core.boot else self._journal
+        outcomes, missed, has_more = source.replay(
             params.text("stream"),
-            params.integer("boot", None, 0, _MAX_U64),
+            boot,
             params.integer("first", None, 0, _MAX_PUB_SEQ),
             params.integer("last", None, 0, _MAX_PUB_SEQ),
             params.integer("max_bytes", MAX_REPLAY_BYTES, 1, MAX_REPLAY_BYTES),

@@ -11,6 +11,7 @@ log); each ends exactly once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -33,6 +34,7 @@ from headrace.broker.outcomes import Account, OutcomeLog
 from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
+from headrace.broker.restored import RestoredStream
 from headrace.broker.settings import CoreSettings
 from headrace.broker.status import status_of
 from headrace.broker.stream_table import StreamTable
@@ -104,6 +106,12 @@ class BrokerCore:
             self.dispatcher,
             self.recovery,
         )
+
+    def restore(self, streams: Sequence[RestoredStream], now_ns: int) -> None:
+        """Take in what earlier boots finished, before the first event: such frames, sent again, are counted
+        as finished and not run again. Beyond max_streams the streams that come first are left out."""
+        for restored in streams[-self.settings.max_streams :]:
+            self.streams.restore(restored, self.settings.credits_per_producer, now_ns)
 
     # -- the one mutator ----------------------------------------------------------------------------
 

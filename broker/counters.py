@@ -13,6 +13,19 @@ MAX_KINDS = 256
 
 
 @dataclass(slots=True)
+class JournalCounts:
+    """What the journal holds and what it did in this run. ``busy_ns``: time in appends, fsync included."""
+
+    max_bytes: int
+    kept_count: int = 0
+    kept_bytes: int = 0
+    commit_count: int = 0
+    busy_ns: int = 0
+    longest_ns: int = 0
+    damaged_count: int = 0  # rows that could not be read for a replay
+
+
+@dataclass(slots=True)
 class Counters:
     """Monotonic counts, but for ``subscription_count``, which goes down as well."""
 
@@ -29,6 +42,7 @@ class Counters:
     connected_count: dict[str, int] = field(default_factory=dict)  # handshakes completed by socket
     disconnected_count: dict[str, int] = field(default_factory=dict)
     handshake_failed_count: dict[str, int] = field(default_factory=dict)
+    journal: JournalCounts | None = None  # None without a journal
 
 
 def count(table: dict[str, int], key: str, amount: int = 1) -> None:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
-from headrace.broker.counters import Counters
+from headrace.broker.counters import Counters, JournalCounts
 from headrace.broker.http import PLAIN, Answer
 from headrace.broker.snapshot import Snapshot, Snapshots
 
@@ -74,6 +74,8 @@ class _SnapshotCollector(Collector):
         yield from _class_metrics(status["classes"])
         yield from _worker_metrics(status)
         yield from _shell_metrics(self._snapshot.counters)
+        if self._snapshot.counters.journal is not None:
+            yield from _journal_metrics(self._snapshot.counters.journal)
 
 
 def _frame_metrics(status: Status) -> Iterator[Metric]:
@@ -177,6 +179,16 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"headrace_{name}", text, value=value)
+def _journal_metrics(counts: JournalCounts) -> Iterator[Metric]:
+    yield _gauge("journal_outcomes", "Outcomes kept on disk.", counts.kept_count)
+    yield _gauge("journal_bytes", "Their bytes.", counts.kept_bytes)
+    yield _gauge("journal_bytes_limit", "Their bound: retention.max_bytes.", counts.max_bytes)
+    yield _counter("journal_commits", "Commits, one fsync each.", counts.commit_count)
+    yield _counter("journal_busy_seconds", "Time in appends, fsync included.", counts.busy_ns / 1e9)
+    yield _gauge("journal_longest_append_seconds", "The longest append so far.", counts.longest_ns / 1e9)
+    yield _counter("journal_damaged", "Kept outcomes that could not be read.", counts.damaged_count)
+
+
 
 
 def _counters(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

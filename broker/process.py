@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Self
 
@@ -22,11 +23,13 @@ from headrace.addresses import bracketed
 from headrace.broker.binding import bind_sockets, is_exposed, refuse_exposed, resolve_hosts
 from headrace.broker.core import BrokerCore
 from headrace.broker.http import HttpServer, health
+from headrace.broker.journal import Journal
 from headrace.broker.metrics import render_metrics, render_readiness
 from headrace.broker.model_store import ModelStore
 from headrace.broker.shell import Shell
 from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.broker.sockets import Role
+from headrace.errors import JournalError
 from headrace.exit_codes import ExitCode
 from headrace.host import host_key
 from headrace.protocol.messages import Endpoints
@@ -48,20 +51,22 @@ class Broker:
         with contextlib.ExitStack() as stack:
             store = stack.enter_context(ModelStore.open(settings.local_models))
             core_settings = store.with_files(settings.core)
+            boot = secrets.randbits(64)
+            core = BrokerCore(core_settings, boot)
+            journal = _open_journal(settings, core)
+            if journal is not None:
+                stack.enter_context(journal)
             bound = stack.enter_context(bind_sockets(settings))
             http = _bind_http(settings)
             if http is not None:
                 stack.callback(http.close)
-            boot = secrets.randbits(64)
             self.endpoints = Endpoints(
                 boot=boot,
                 **{role.value: bound.addresses[role] for role in Role},
                 http=_http_address(settings, http),
                 host_key=host_key(),
             )
-            self._shell = Shell(
-                settings, BrokerCore(core_settings, boot), bound, store, self.endpoints, __version__
-            )
+            self._shell = Shell(settings, core, bound, store, self.endpoints, __version__, journal)
             stack.callback(self._shell.close)
             if http is not None:
                 http.serve(_pages(self._shell))
@@ -121,6 +126,10 @@ def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None
                 on_ready(broker.endpoints)
             try:
                 broker.run()
+            except JournalError as error:
+                # No bug: the disk. What could not be recorded was published to nobody.
+                log.critical("journal failed", reason=str(error))
+                return ExitCode.FAILED
             except Exception:
                 # A process edge: whatever the loop raised is a bug of ours. The process ends, so that a
                 # supervisor starts a whole one.
@@ -128,6 +137,23 @@ def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None
                 return ExitCode.INTERNAL
             log.info("broker stopped")
     return ExitCode.OK
+
+
+def _open_journal(settings: ShellSettings, core: BrokerCore) -> Journal | None:
+    """Open the journal, if there is to be one, and tell the core what earlier boots finished."""
+    if settings.journal is None:
+        return None
+    journal = Journal(settings.journal, core.boot, core.settings)
+    restored = journal.restored()
+    core.restore(restored, time.monotonic_ns())
+    log.info(
+        "journal open",
+        path=str(settings.journal),
+        streams=len(restored),
+        outcomes=journal.counts.kept_count,
+        nbytes=journal.counts.kept_bytes,
+    )
+    return journal
 
 
 def _bind_http(settings: ShellSettings) -> HttpServer | None:

@@ -2,9 +2,10 @@
 
 Theory of operation. A turn is: wait until a socket has something, a wake-up of the core is due or somebody
 asks for a drain; take a bounded number of messages from each socket, decode each and hand it to the core;
-hand over one Tick, in which the core decides; carry out all actions in the order given. A send that finds
-its peer gone becomes a PeerUnreachable event of the same turn, so that a batch that could not be sent is
-queued again at once.
+hand over one Tick, in which the core decides; with a journal, write the turn's
+outcomes to it in one commit; carry out all actions in the order given. A send that finds its peer gone
+becomes a PeerUnreachable event of the same turn, so that a batch that could not be sent is queued again at
+once.
 
 Not here: any decision about frames, batches or peers (``core``), what a message means (``inbound``), how an
 action is sent (``outbound``), the options of sockets (``sockets``). Whatever is raised inside a turn ends the
@@ -26,6 +27,7 @@ from headrace.broker.control import BrokerInfo, Control
 from headrace.broker.core import BrokerCore
 from headrace.broker.counters import Counters
 from headrace.broker.inbound import Inbound
+from headrace.broker.journal import Journal
 from headrace.broker.model_store import ModelStore
 from headrace.broker.monitors import Monitors
 from headrace.broker.outbound import Outbound
@@ -62,6 +64,7 @@ class Shell:
         store: ModelStore,
         endpoints: Endpoints,
         release: str,
+        journal: Journal | None = None,
     ) -> None:
         limits = settings.core.limits
         self.counters = Counters()
@@ -69,11 +72,15 @@ class Shell:
         self._core = core
         self._grace_ns = settings.grace_ms * 1_000_000
         self._actions: list[actions.Action] = []
+        self._journal = journal
+        if journal is not None:
+            self.counters.journal = journal.counts
+        self._recorded_count = 0  # actions of this turn whose outcomes are in the journal
         self._outbound = Outbound(bound.by_role, endpoints, limits, settings.core.heartbeat_ms, self.counters)
         info = BrokerInfo(
             release, os.getpid(), {**{r.value: a for r, a in bound.addresses.items()}, "http": endpoints.http}
         )
-        control = Control(core, store, limits, info, self._drain_from_control)
+        control = Control(core, store, limits, info, self._drain_from_control, journal)
         self._inbound = Inbound(
             bound.by_role, self._outbound, control, endpoints, limits, self.counters, self._tell
         )
@@ -132,6 +139,8 @@ class Shell:
         self._take_requests(began_ns)
         for role in _ORDER:
             if self._sockets[role] in ready:
+                if role is Role.CONTROL:
+                    self._record()  # a replay answered in this turn may hold what it has just finished
                 self._inbound.drain(role, MAX_MESSAGES_PER_TURN, time.monotonic_ns)
         self._tell(events.Tick(), time.monotonic_ns())
         self._carry_out()
@@ -185,7 +194,8 @@ class Shell:
         """
         reported: set[bytes] = set()
         while self._actions or self._outbound.unreachable:
-            todo, self._actions = self._actions, []
+            self._record()
+            todo, self._actions, self._recorded_count = self._actions, [], 0
             self._outbound.carry_out(todo)
             gone, self._outbound.unreachable = self._outbound.unreachable, {}
             for peer, undelivered in gone.items():
@@ -195,6 +205,16 @@ class Shell:
                     # elsewhere in the next turn, at once.
                     event = events.PeerUnreachable(peer, tuple(undelivered))
                     self._tell(event, time.monotonic_ns())
+
+    def _record(self) -> None:
+        """Write the outcomes that have gathered to the journal, before anybody is told of them."""
+        if self._journal is None:
+            return
+        new = self._actions[self._recorded_count :]
+        self._recorded_count = len(self._actions)
+        outcomes = [action.outcome for action in new if isinstance(action, actions.PublishOutcome)]
+        if outcomes:
+            self._journal.append(outcomes)
 
     def _count_turn(self, took_ns: int) -> None:
         counters = self.counters

@@ -51,6 +51,7 @@ class ShellSettings:
     grace_ms: int = 10_000
     results_queue_messages: int = 10_000
     local_models: tuple[LocalModel, ...] = ()
+    journal: Path | None = None  # published outcomes are kept in this file; None = in memory alone
 
 
 def check(settings: ShellSettings) -> None:

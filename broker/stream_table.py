@@ -22,6 +22,7 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
 from headrace.broker.records import FrameRecord, Refusal
+from headrace.broker.restored import FinishedSeqs, RestoredStream
 from headrace.protocol.messages import Outcome, Status
 
 #: Epochs remembered per stream: a producer and its restarts, two producers that fight over a stream.
@@ -41,11 +42,20 @@ class EpochHistory:
     firsts: array[int] = field(default_factory=lambda: array("Q"))
     lasts: array[int] = field(default_factory=lambda: array("Q"))
     rejects: dict[int, Refusal] = field(default_factory=dict)
+    earlier: FinishedSeqs | None = None  # what earlier boots finished, when there is a journal
 
     def has_seen(self, seq: int) -> bool:
         """True when the seq lies in a remembered run."""
         index = bisect_right(self.firsts, seq) - 1
         return index >= 0 and seq <= self.lasts[index]
+
+    def was_finished_earlier(self, seq: int) -> bool:
+        """True when an earlier boot is known to have published the outcome of the seq."""
+        return self.earlier is not None and seq in self.earlier
+
+    def next_seq(self) -> int:
+        """Return the number of a frame that brings none."""
+        return max(self.last_seq, -1 if self.earlier is None else self.earlier.last) + 1
 
     def note(self, seq: int, max_runs: int) -> None:
         """Remember a seq above the last one; the oldest run is forgotten beyond ``max_runs``."""
@@ -140,6 +150,20 @@ class StreamTable:
         self.by_name[name] = stream
         self.mark_idle(stream, now_ns)
         return stream, evicted
+
+    def restore(self, restored: RestoredStream, max_rejects: int, now_ns: int) -> None:
+        """Begin a stream with what earlier boots finished of it. The table must not know it yet.
+
+        Their seqs stand apart from this boot's: what was unfinished among them is sent again and must be
+        admitted although higher ones are finished."""
+        stream, _ = self.open(restored.name, now_ns)
+        if stream is None:
+            return
+        for one in restored.epochs[-EPOCHS_PER_STREAM:]:
+            history = stream.history(one.epoch)
+            history.earlier = one.finished
+            for seq, refusal in one.rejects:
+                history.note_reject(seq, refusal, max_rejects)
 
     def mark_busy(self, stream: Stream) -> None:
         """A frame was admitted to a stream: it can't be forgotten."""

@@ -76,13 +76,19 @@ class LoadedConfig:
             files[Path(name).as_posix()] = _existing_file(graph.parent / name, where)
         return files
 
+    def journal_path(self) -> Path | None:
+        """Return the absolute path of the broker's journal, None when there is to be none."""
+        text = self.config.broker.journal
+        return (self.folder / Path(text).expanduser()).absolute() if text else None
+
     def with_absolute_paths(self) -> Config:
-        """Return the configuration with every model path absolute: usable from any folder."""
+        """Return the configuration with every path to models and journal absolute: usable from any folder."""
         models = tuple(
             model.model_copy(update={"path": str(self.model_path(index) or "")})
             for index, model in enumerate(self.config.models)
         )
-        return self.config.model_copy(update={"models": models})
+        broker = self.config.broker.model_copy(update={"journal": str(self.journal_path() or "")})
+        return self.config.model_copy(update={"models": models, "broker": broker})
 
 
 def load(

@@ -81,6 +81,13 @@ class BrokerSection(Section):
         ge=1,
         le=10_000_000,
     )
+    journal: str = key(
+        "",
+        "path",
+        "File in which published outcomes are kept, so that they survive a restart of the broker and a power"
+        " cut; relative to this file. Bounded as `[retention]` says. Each turn of the broker that finishes"
+        " frames then waits for one fsync. Empty = outcomes are kept in memory alone.",
+    )
 
 
 class LimitsSection(Section):
@@ -226,7 +233,8 @@ class QueuesSection(Section):
 
 
 class RetentionSection(Section):
-    """Outcomes kept after they were published, for subscribers that start late or have lost some."""
+    """Outcomes kept after they were published, for subscribers that start late or have lost some: in memory,
+    and as many again in the file that `broker.journal` names."""
 
     frames_per_stream: int = key(1_024, "outcomes", "Outcomes kept per stream.", ge=1, le=100_000_000)
     max_bytes: int = key(256 * MIB, "bytes", "Outcomes kept, all streams together.", ge=1, le=2**50)

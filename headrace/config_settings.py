@@ -76,6 +76,7 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
         grace_ms=broker.grace_ms,
         results_queue_messages=broker.results_queue_messages,
         local_models=_local_models(loaded),
+        journal=loaded.journal_path(),
     )
 
 

@@ -122,6 +122,11 @@ class ConfigError(LocalError):
 
 class ModelError(LocalError):
     """A model that can't be served: names the file, what was found and what is supported."""
+class JournalError(LocalError):
+    """The broker's journal can't be written or read any more: names the file and the reason. The broker ends,
+    since what it can't record it may not publish."""
+
+
 
     exit_code: ClassVar[int] = 65  # EX_DATAERR of sysexits.h: a supervisor must not restart on it
 
