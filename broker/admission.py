@@ -21,6 +21,7 @@ from headrace.broker.actions import Action, SendReject
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.outcomes import OutcomeLog, RefusedFrame
 from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
+from headrace.broker.quarantine import Quarantine
 from headrace.broker.records import End, FrameRecord, Refusal
 from headrace.broker.settings import CoreSettings
 from headrace.broker.stream_table import EpochHistory, Stream, StreamTable
@@ -65,6 +66,7 @@ class Admission:
         streams: StreamTable,
         producers: ProducerRegistry,
         outcomes: OutcomeLog,
+        quarantine: Quarantine,
         story: Story,
     ) -> None:
         self._boot = boot
@@ -74,6 +76,7 @@ class Admission:
         self._streams = streams
         self._producers = producers
         self._outcomes = outcomes
+        self._quarantine = quarantine
         self._story = story
         self._last_number = 0
         self._strays: dict[tuple[str, int, int | None], Refusal] = {}
@@ -259,6 +262,14 @@ class Admission:
         place = self._find_place(frame)
         if isinstance(place, Refusal):
             return place
+        if self._quarantine:
+            left_ns = self._quarantine.find(place.model, place.version, frame, arrival.now_ns)
+            if left_ns is not None:
+                return Refusal(
+                    Code.POISON_FRAME,
+                    f"a frame with this content took down workers of {place.model}: it is refused for now",
+                    -(-left_ns // 1_000_000),
+                )
         return self._check_room(arrival, frame, place) or place
 
     def _check_sender(self, arrival: _Arrival, history: EpochHistory) -> Refusal | None:

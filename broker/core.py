@@ -25,13 +25,16 @@ from headrace.broker.actions import (
     WelcomeProducer,
 )
 from headrace.broker.admission import Admission
+from headrace.broker.batch_ends import BatchEnds
 from headrace.broker.costs import CostTable
 from headrace.broker.dispatch import Dispatcher
 from headrace.broker.heartbeats import Heartbeats, Pulse
-from headrace.broker.inflight import InFlightBatch, Ledger
+from headrace.broker.hedging import Hedges
+from headrace.broker.inflight import Ledger
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.outcomes import Account, OutcomeLog
 from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
+from headrace.broker.quarantine import Quarantine
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
 from headrace.broker.restored import RestoredStream
@@ -43,8 +46,6 @@ from headrace.broker.worker_life import WorkerLife
 from headrace.broker.worker_registry import WorkerRegistry
 from headrace.errors import Code
 from headrace.protocol.messages import (
-    Done,
-    Failed,
     Hello,
     Outcome,
     Status,
@@ -67,7 +68,6 @@ class BrokerCore:
         self.settings = settings
         self.boot = boot
         self.is_draining = False
-        self.late_done_count = 0
         self.misbehaved_by_code: dict[str, int] = {}
         self._next_tick_ns: int | None = None
         heartbeat_ns = settings.heartbeat_ms * _NS_PER_MS
@@ -80,31 +80,39 @@ class BrokerCore:
         self.producers = ProducerRegistry()
         self.workers = WorkerRegistry()
         self.ledger = Ledger()
+        self.hedges = Hedges(settings, self.ledger)
         self.costs = CostTable()
         self.outcomes = OutcomeLog(boot, settings, self.streams, self.producers, self._story)
+        self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames)
         self.admission = Admission(
-            boot, settings, self.models, self.streams, self.producers, self.outcomes, self._story
+            boot,
+            settings,
+            self.models,
+            self.streams,
+            self.producers,
+            self.outcomes,
+            self.quarantine,
+            self._story,
         )
         self.dispatcher = Dispatcher(
-            self.models,
-            self.costs,
-            self.ledger,
-            self.streams,
-            self._story,
-            settings.limits,
-            settings.ageing_ms * _NS_PER_MS,
-            settings.ageing_share,
+            settings, self.models, self.costs, self.ledger, self.hedges, self.streams, self._story
         )
-        self.recovery = Recovery(settings.max_attempts, self.streams, self.outcomes, self._story)
+        self.recovery = Recovery(
+            settings.max_attempts, self.streams, self.outcomes, self.quarantine, self._story
+        )
         self.life = WorkerLife(
             settings.max_workers,
             self.models,
             self.workers,
             self.beats,
             self.costs,
-            self.ledger,
+            self.hedges,
             self.dispatcher,
             self.recovery,
+        )
+
+        self.batch_ends = BatchEnds(
+            self.workers, self.life, self.dispatcher, self.hedges, self.recovery, self.outcomes, self.ledger
         )
 
     def restore(self, streams: Sequence[RestoredStream], now_ns: int) -> None:
@@ -150,9 +158,9 @@ class BrokerCore:
             case events.WorkerLeft(peer):
                 self.life.leave(peer, now_ns, actions)
             case events.BatchDone(peer, done):
-                self._on_batch_done(peer, done, now_ns, actions)
+                self.batch_ends.done(peer, done, now_ns, actions)
             case events.BatchFailed(peer, failed):
-                self._on_batch_failed(peer, failed, now_ns, actions)
+                self.batch_ends.failed(peer, failed, now_ns, actions)
             case events.DrainRequested():
                 self._on_drain_requested(actions)
             case events.GraceEnded():
@@ -174,7 +182,10 @@ class BrokerCore:
         claims = [claim for claim in self.workers.claims.values() if claim.until_ns <= now_ns]
         for claim in claims:
             self.life.lose(self.workers.by_id[claim.hello.worker], "silent when probed", now_ns, actions)
+        overdue = self.hedges.overdue(now_ns)
         self._expire(now_ns, actions)
+        if overdue:
+            self.batch_ends.care_for_overdue(overdue, now_ns, actions)
         while (stream := self.streams.pop_idle(now_ns)) is not None:
             self.admission.forget(stream)
         self.dispatcher.run(now_ns, actions)
@@ -198,6 +209,7 @@ class BrokerCore:
             self.beats.next_ns(),
             self.workers.next_claim_ns(),
             self.streams.next_idle_ns(),
+            self.hedges.next_ns(),
             self.dispatcher.look_again_ns,
         ]
         for served in self.models.classes:
@@ -273,8 +285,7 @@ class BrokerCore:
         if worker is not None:
             for batch_id in event.undelivered:
                 batch = worker.in_flight.get(batch_id)
-                if batch is not None:
-                    self.ledger.close(batch)
+                if batch is not None and self.hedges.give_up(batch, now_ns, actions):
                     self.recovery.put_back(batch, now_ns)
             self.life.lose(worker, "unreachable", now_ns, actions)
         if session is not None:
@@ -285,82 +296,6 @@ class BrokerCore:
             self.life.lose(self.workers.by_peer[pulse.peer], "silent", now_ns, actions)
         else:
             self._lose_producer(self.producers.by_peer[pulse.peer], "silent", actions)
-
-    # -- batches ------------------------------------------------------------------------------------
-
-    def _find_batch(
-        self, peer: bytes, batch_id: int, now_ns: int, actions: list[Action]
-    ) -> InFlightBatch | None:
-        """Return the batch that a worker speaks of, None when that is no longer, or never was, its own."""
-        worker = self.workers.by_peer.get(peer)
-        if worker is None:
-            self.life.refuse_unknown(peer, actions, is_worker=True)
-        else:
-            self.life.hear(worker, now_ns, actions)
-            batch = worker.in_flight.get(batch_id)
-            if batch is not None:
-                return batch
-        self.late_done_count += 1
-        return None
-
-    def _on_batch_done(self, peer: bytes, done: Done, now_ns: int, actions: list[Action]) -> None:
-        batch = self._find_batch(peer, done.batch, now_ns, actions)
-        if batch is None:
-            return
-        worker, served, count = batch.worker, batch.served, len(batch.records)
-        self.ledger.close(batch)
-        # No batch runs longer than since its dispatch, whatever the worker's clock says.
-        served.turnaround_ns = now_ns - batch.sent_ns
-        ran_ns = min(done.ran_us * 1000, served.turnaround_ns)
-        worker.ran_ns += ran_ns
-        self.dispatcher.learn(worker, served, count, ran_ns)
-        self.dispatcher.settle(worker, now_ns)
-        if len(done.results) == count:
-            for record, result in zip(batch.records, done.results, strict=True):
-                is_ok = result.status is Status.OK
-                end = End(
-                    Status.OK if is_ok else Status.ERROR,
-                    "" if is_ok else result.code,
-                    result.message,
-                    worker.id,
-                    count,
-                    done.staged_us,
-                    done.ran_us,
-                    result,
-                )
-                self.outcomes.finish(record, end, now_ns, actions)
-        else:
-            message = f"batch {batch.batch}: expected {count} results, got {len(done.results)}"
-            end = End(Status.ERROR, Code.RESULT_COUNT, message, worker.id, count)
-            for record in batch.records:
-                self.outcomes.finish(record, end, now_ns, actions)
-            actions.append(Report("wrong result count", {"worker": worker.id, "batch": batch.batch}))
-        self.life.forget_if_done(worker, now_ns, actions)
-
-    def _on_batch_failed(self, peer: bytes, failed: Failed, now_ns: int, actions: list[Action]) -> None:
-        batch = self._find_batch(peer, failed.batch, now_ns, actions)
-        if batch is None:
-            return
-        worker, records = batch.worker, batch.records
-        self.ledger.close(batch)
-        self.dispatcher.settle(worker, now_ns)
-        if failed.code == Code.SHUTDOWN:
-            # Handed back unrun by a worker that stops.
-            self.recovery.put_back(batch, now_ns)
-        elif len(records) == 1:
-            message = f"the batch of this frame alone failed: {failed.message}"
-            end = End(Status.ERROR, Code.BATCH_FAILED, message, worker.id, 1)
-            self.outcomes.finish(records[0], end, now_ns, actions)
-        else:
-            self.recovery.halve(batch, failed.code, now_ns)
-        values: dict[str, Value] = {
-            "worker": worker.id,
-            "batch": batch.batch,
-            "frames": len(records),
-            "code": failed.code,
-        }
-        actions.append(Report("batch failed", values))
-        self.life.forget_if_done(worker, now_ns, actions)
 
     # -- drain --------------------------------------------------------------------------------------
 
@@ -378,11 +313,13 @@ class BrokerCore:
             records += _pop_all(served)
         for batch in list(self.ledger.batches.values()):
             self.ledger.close(batch)
-            self.dispatcher.settle(batch.worker, now_ns)
-            actions.append(CancelBatch(batch.worker.peer, batch.batch))
-            records += batch.records
-        records.sort(key=lambda record: record.number)
-        for record in records:
+            self.dispatcher.settle(batch, now_ns)
+            if not batch.is_cancelled:
+                actions.append(CancelBatch(batch.worker.peer, batch.batch))
+            records += batch.unfinished
+        # A frame of two copies is there twice.
+        by_number = {record.number: record for record in records}
+        for _, record in sorted(by_number.items()):
             end = End(Status.ERROR, Code.SHUTDOWN, "the broker stopped before it was finished")
             self.recovery.end_waiting(record, end, now_ns, actions)
 
@@ -392,6 +329,11 @@ class BrokerCore:
     def account(self) -> Account:
         """Return the account of all frames so far (a copy)."""
         return replace(self.outcomes.account)
+
+    @property
+    def late_done_count(self) -> int:
+        """Return how many answers came for batches that were no longer with their worker."""
+        return self.batch_ends.late_done_count
 
     @property
     def is_drained(self) -> bool:
@@ -435,7 +377,8 @@ class BrokerCore:
             for record in (*served.queue, *served.suspects):
                 places[record.number] = places.get(record.number, 0) + 1
         for batch in self.ledger.batches.values():
-            for record in batch.records:
+            # The frames of a batch with a hedge are in one place, however many workers have them.
+            for record in batch.unfinished if not (batch.is_hedge and batch.twin) else ():
                 places[record.number] = places.get(record.number, 0) + 1
         if self.outcomes.unfinished_bytes > self.settings.max_bytes:
             raise AssertionError(f"{self.outcomes.unfinished_bytes} bytes, limit {self.settings.max_bytes}")

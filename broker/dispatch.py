@@ -15,8 +15,9 @@ of queues.py holds for all classes together, with one whole batch in place of on
 Which worker: an idle one, the fastest of them; else, for a full batch only (the policies see to that), the
 busy one with a free slot that would finish it first. An idle worker is passed over when it is so slow that
 all that waits would be finished sooner by waiting for a faster one: between a 10 ms and a 200 ms worker,
-the slow one gets work only when the fast one can't keep up. A worker that is far overdue with a batch is
-not trusted with a second.
+the slow one gets work only when the fast one can't keep up. A worker that is overdue with a batch is not
+trusted with a second. Its batch is sent once more, before anything that waits, if the budget of hedges
+(hedging.py) and a free slot elsewhere allow it.
 
 Suspects (frames that were with a worker when it was lost) run alone: one to a batch, on a worker that holds
 nothing else and gets nothing else meanwhile, so that the next loss names the guilty frame. When no worker
@@ -27,24 +28,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.broker.actions import Action, SendBatch
+from headrace.broker.actions import Action, Report, SendBatch
 from headrace.broker.batching import ClassView, CloseNow
 from headrace.broker.costs import CostTable
-from headrace.broker.inflight import Ledger
+from headrace.broker.hedging import Hedges
+from headrace.broker.inflight import InFlightBatch, Ledger
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.records import FrameRecord, FrameState
+from headrace.broker.settings import CoreSettings
 from headrace.broker.size_class import padding_waste
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
 from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
-from headrace.protocol.messages import Batch, Limits
-
-#: A worker is overdue when its batches took this many times the predicted time of the last one longer ...
-OVERDUE_FACTOR = 3
-
-#: ... but never before this has passed: below it, scheduling and transport noise decide.
-OVERDUE_MIN_NS = 50_000_000
+from headrace.protocol.messages import Batch, Value
 
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
@@ -72,24 +69,25 @@ class Dispatcher:
 
     def __init__(
         self,
+        settings: CoreSettings,
         models: ModelTable,
         costs: CostTable,
         ledger: Ledger,
+        hedges: Hedges,
         streams: StreamTable,
         story: Story,
-        limits: Limits,
-        ageing_ns: int,
-        ageing_share: float,
     ) -> None:
+        limits = settings.limits
         self._models = models
         self._costs = costs
         self._ledger = ledger
+        self._hedges = hedges
         self._streams = streams
         self._story = story
         self._max_frames = limits.max_frames_per_message
         self._max_bytes = limits.max_message_bytes - limits.max_header_bytes
-        self._ageing_ns = ageing_ns
-        self._debt_step = ageing_share / (1.0 - ageing_share)
+        self._ageing_ns = settings.ageing_ms * 1_000_000
+        self._debt_step = settings.ageing_share / (1.0 - settings.ageing_share)
         self._debt = 0.0
         self.pools = WorkerPools()
         self.look_again_ns: int | None = None
@@ -97,6 +95,8 @@ class Dispatcher:
     def run(self, now_ns: int, actions: list[Action]) -> None:
         """Send everything that is to be sent now; leave in ``look_again_ns`` when to ask again."""
         self.look_again_ns = None
+        for batch in self._hedges.candidates():
+            self._hedge(batch, now_ns, actions)
         while True:
             while (choice := self._most_urgent(now_ns)) is not None:
                 self._send(choice, now_ns, actions)
@@ -257,24 +257,72 @@ class Dispatcher:
         pool, worker = choice.pool, choice.worker
         served = pool.served
         records = [served.suspects.pop()] if choice.is_alone else self._take(served, choice.count, now_ns)
-        predicted_ns = self._costs.predict_ns(
-            worker.id, served.model, served.version, served.spec.name, len(records)
-        )
-        batch = self._ledger.open(worker, served, records, now_ns, predicted_ns, is_alone=choice.is_alone)
+        batch = self._open(worker, served, records, now_ns, is_alone=choice.is_alone)
         served.batches_count += 1
         served.frames_count += len(records)
-        worker.batches_count += 1
-        worker.frames_count += len(records)
-        worker.is_alone = choice.is_alone
+        self._hedges.earn(len(records))
         where = f"{batch.batch} at {worker.id}"
         for record in records:
             self._mark_sent(record, served, now_ns, where)
+        self._append(batch, actions)
+
+    def _open(
+        self, worker: Worker, served: ServedClass, records: list[FrameRecord], now_ns: int, *, is_alone: bool
+    ) -> InFlightBatch:
+        count = len(records)
+        predicted_ns = self._costs.predict_ns(
+            worker.id, served.model, served.version, served.spec.name, count
+        )
+        batch = self._ledger.open(worker, served, records, now_ns, predicted_ns, is_alone=is_alone)
+        worker.batches_count += 1
+        worker.frames_count += count
+        worker.is_alone = is_alone
         worker.busy_until_ns = max(worker.busy_until_ns, now_ns) + predicted_ns
-        worker.overdue_ns = worker.busy_until_ns + max(OVERDUE_FACTOR * predicted_ns, OVERDUE_MIN_NS)
+        batch.done_ns = worker.busy_until_ns
+        batch.due_ns = batch.done_ns + self._hedges.patience_ns(predicted_ns)
+        if len(worker.in_flight) == 1:
+            worker.overdue_ns = batch.due_ns
+        else:
+            worker.overdue_ns = min(worker.overdue_ns, batch.due_ns)
+        self._hedges.watch(batch)
         self.pools.touch(worker)
-        frames = tuple(record.frame for record in records)
+        return batch
+
+    def _append(self, batch: InFlightBatch, actions: list[Action]) -> None:
+        served = batch.served
+        frames = tuple(record.frame for record in batch.records)
         message = Batch(batch.batch, served.model, served.version, served.spec.name, frames)
-        actions.append(SendBatch(worker.peer, message))
+        actions.append(SendBatch(batch.worker.peer, message))
+
+    def _hedge(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
+        """Send an overdue batch once more, if somebody has room for it and the budget allows it."""
+        records = batch.unfinished
+        count = len(records)
+        if not self._hedges.can_afford(count):
+            return
+        pool = self.pools.of(batch.served)
+        for worker in (pool.best_idle(), pool.best_open(now_ns)):
+            if worker is not None and pool.service(worker).max_batch_size >= count:
+                break
+        else:
+            return
+        hedge = self._open(worker, batch.served, records, now_ns, is_alone=False)
+        self._hedges.pair(batch, hedge)
+        where = f"{hedge.batch} at {worker.id}, {batch.batch} at {batch.worker.id} is overdue"
+        for record in records:
+            record.attempt += 1
+            record.batched_ns = now_ns
+            self._story.note(now_ns, record, "hedged", where)
+        self._append(hedge, actions)
+        values: dict[str, Value] = {
+            "batch": batch.batch,
+            "hedge": hedge.batch,
+            "frames": count,
+            "worker": batch.worker.id,
+            "hedge_worker": worker.id,
+            "running_ms": (now_ns - batch.sent_ns) // 1_000_000,
+        }
+        actions.append(Report("batch hedged", values))
 
     def _take(self, served: ServedClass, count: int, now_ns: int) -> list[FrameRecord]:
         """Take a batch's frames from the queue, at most as many as one message can carry to the worker: what
@@ -306,12 +354,21 @@ class Dispatcher:
             stream.latest = None
         self._story.note(now_ns, record, "batch", where)
 
-    def settle(self, worker: Worker, now_ns: int) -> None:
-        """A batch of the worker is over: predict anew when it will be idle."""
+    def settle(self, over: InFlightBatch, now_ns: int) -> None:
+        """A batch has left its worker: predict anew when the ones sent after it will be done.
+
+        Those sent before it keep their time: a cancelled batch may be answered while one before it hangs."""
+        worker = over.worker
         worker.is_alone = False
-        left_ns = sum(batch.predicted_ns for batch in worker.in_flight.values())
-        worker.busy_until_ns = now_ns + left_ns
-        worker.overdue_ns = worker.busy_until_ns + max(OVERDUE_FACTOR * left_ns, OVERDUE_MIN_NS)
+        done_ns = now_ns
+        for batch in worker.in_flight.values():
+            if batch.batch > over.batch:
+                batch.done_ns = done_ns + batch.predicted_ns
+                batch.due_ns = batch.done_ns + self._hedges.patience_ns(batch.predicted_ns)
+                self._hedges.watch(batch)
+            done_ns = max(done_ns, batch.done_ns)
+        worker.busy_until_ns = done_ns
+        worker.overdue_ns = min((batch.due_ns for batch in worker.in_flight.values()), default=now_ns)
         self.pools.touch(worker)
 
     def learn(self, worker: Worker, served: ServedClass, count: int, ran_ns: int) -> None:

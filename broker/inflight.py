@@ -4,8 +4,10 @@ Not here: what becomes of a frame whose worker is lost (core.py), where a batch 
 
 A batch is in the ledger from its dispatch until its DONE or FAILED, the loss of its worker, or the end of
 the drain's grace. Whatever arrives for a batch that is not in the ledger comes too late and is suppressed.
-A hedge will be a second entry over the same records: the first end of a record wins (outcomes.py), so the
-ledger needs to know nothing of it.
+
+A hedge (hedging.py) is a second entry over the same frames; the two are each other's twin. When one of them
+wins, the other is cancelled: it keeps its slot, because a running batch can't be interrupted, but its frames
+are no longer its own. It leaves the ledger when its worker answers or is lost.
 """
 
 from __future__ import annotations
@@ -24,7 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class InFlightBatch:
-    """One dispatched batch. ``is_alone``: nothing else may be with its worker as long as it runs."""
+    """One dispatched batch. ``is_alone``: nothing else may be with its worker as long as it runs.
+
+    ``done_ns`` is when it is predicted to be done, ``due_ns`` from when on it is overdue. Once overdue, some
+    of its records may be finished (their deadline came); a cancelled batch has none."""
 
     batch: int
     worker: Worker
@@ -33,10 +38,22 @@ class InFlightBatch:
     sent_ns: int
     predicted_ns: int
     is_alone: bool
+    done_ns: int = 0
+    due_ns: int = 0
+    is_hedge: bool = False
+    was_hedged: bool = False
+    is_cancelled: bool = False
+    twin: InFlightBatch | None = None
+
+    @property
+    def unfinished(self) -> list[FrameRecord]:
+        """Return the frames that still wait for this batch."""
+        return [record for record in self.records if record.state is FrameState.IN_FLIGHT]
 
 
 class Ledger:
-    """All batches in flight. Invariants: ids ascend; each batch is in exactly its worker's table too."""
+    """All batches in flight. Invariants: ids ascend; each batch is in exactly its worker's table too; twins
+    are both here, with different workers, and the hedge holds frames of the other."""
 
     def __init__(self) -> None:
         self.batches: dict[int, InFlightBatch] = {}
@@ -61,10 +78,28 @@ class Ledger:
         return batch
 
     def close(self, batch: InFlightBatch) -> None:
-        """Strike a batch out, whatever the reason."""
+        """Strike a batch out, whatever the reason; a twin goes on alone."""
         del self.batches[batch.batch]
         del batch.worker.in_flight[batch.batch]
         batch.served.in_flight_count -= len(batch.records)
+        self._part(batch)
+
+    def pair(self, batch: InFlightBatch, hedge: InFlightBatch) -> None:
+        """Make ``hedge`` the second copy of ``batch``."""
+        batch.twin, hedge.twin = hedge, batch
+        batch.was_hedged = hedge.was_hedged = hedge.is_hedge = True
+
+    def cancel(self, batch: InFlightBatch) -> None:
+        """Take a batch its frames; its slot stays taken until its worker has answered."""
+        batch.served.in_flight_count -= len(batch.records)
+        batch.records = []
+        batch.is_cancelled = True
+        self._part(batch)
+
+    def _part(self, batch: InFlightBatch) -> None:
+        if batch.twin is not None:
+            batch.twin.twin = None
+            batch.twin = None
 
     def check_invariants(self) -> None:
         """Raise AssertionError when ledger and records disagree (a bug of ours)."""
@@ -72,8 +107,17 @@ class Ledger:
             if batch.worker.in_flight.get(batch.batch) is not batch:
                 raise AssertionError(f"batch {batch.batch} is not with worker {batch.worker.id}")
             for record in batch.records:
-                if record.state is not FrameState.IN_FLIGHT or record.is_queued:
+                if record.state is FrameState.QUEUED or record.is_queued:
                     raise AssertionError(f"frame {record.number} of batch {batch.batch} is {record.state}")
+            twin = batch.twin
+            if twin is None:
+                continue
+            if self.batches.get(twin.batch) is not twin or twin.twin is not batch:
+                raise AssertionError(f"batch {batch.batch} has a twin {twin.batch} that is not in flight")
+            if twin.worker is batch.worker:
+                raise AssertionError(f"batches {batch.batch} and {twin.batch} are with the same worker")
+            if batch.is_hedge and not {r.number for r in batch.records} <= {r.number for r in twin.records}:
+                raise AssertionError(f"hedge {batch.batch} holds frames that batch {twin.batch} does not")
 
 
 class SuspectLine:

@@ -90,6 +90,13 @@ def _frame_metrics(status: Status) -> Iterator[Metric]:
     yield _counters("errors", "Frames that ended as error.", "code", status["error_by_code"])
     yield _counters("misbehaved", "Messages that can't be read.", "code", status["misbehaved_by_code"])
     yield _counter("frames_requeued", "Frames put back after their worker was lost.", status["requeued"])
+    hedges = status["hedges"]
+    yield _counter("hedged_batches", "Overdue batches sent a second time.", hedges["batches"])
+    yield _counter("hedged_frames", "Frames in them.", hedges["frames"])
+    yield _counter("hedges_won", "Second copies that were done first.", hedges["won"])
+    yield _counter("hedges_suppressed", "Answers for copies that had lost.", hedges["suppressed"])
+    yield _gauge("hedge_budget_frames", "Frames that may be hedged now.", hedges["budget_frames"])
+    yield _gauge("quarantined_contents", "Contents of poison frames refused for now.", status["quarantined"])
     yield _counter("late_done", "Results that came too late to count.", status["late_done"])
 
 
@@ -173,12 +180,6 @@ def _shell_metrics(counters: Counters) -> Iterator[Metric]:
     yield _gauge("loop_longest_turn_seconds", "The longest turn so far.", counters.longest_turn_ns / 1e9)
 
 
-def _gauge(name: str, text: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"headrace_{name}", text, value=value)
-
-
-def _counter(name: str, text: str, value: float) -> Metric:
-    return CounterMetricFamily(f"headrace_{name}", text, value=value)
 def _journal_metrics(counts: JournalCounts) -> Iterator[Metric]:
     yield _gauge("journal_outcomes", "Outcomes kept on disk.", counts.kept_count)
     yield _gauge("journal_bytes", "Their bytes.", counts.kept_bytes)
@@ -189,6 +190,12 @@ def _journal_metrics(counts: JournalCounts) -> Iterator[Metric]:
     yield _counter("journal_damaged", "Kept outcomes that could not be read.", counts.damaged_count)
 
 
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"headrace_{name}", text, value=value)
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"headrace_{name}", text, value=value)
 
 
 def _counters(name: str, text: str, label: str, values: dict[str, int]) -> Metric:

@@ -4,16 +4,18 @@ Not here: when a worker counts as lost (worker_life.py), in which order frames l
 (queues.py).
 
 If a lost worker's frames may have killed it they become suspects: each runs alone, and one that was lost
-with ``max_attempts`` workers ends as an error, ``poison_frame`` when it was alone with the last of them. A
-batch that failed without killing its worker is halved until the frame at fault is alone. A content hash of
-poison frames, to refuse them for a while, belongs where ``poison_frame`` is given.
+with ``max_attempts`` workers ends as an error, ``poison_frame`` when it was alone with the last of them. Its
+content is then refused for a while (quarantine.py), and copies of it that wait end with it. A batch that
+failed without killing its worker is halved until the frame at fault is alone.
 """
 
 from __future__ import annotations
 
 from headrace.broker.actions import Action
 from headrace.broker.inflight import InFlightBatch
+from headrace.broker.model_table import ServedClass
 from headrace.broker.outcomes import OutcomeLog
+from headrace.broker.quarantine import Quarantine, has_same_content
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
@@ -24,8 +26,16 @@ from headrace.protocol.messages import Status
 class Recovery:
     """Puts frames back or ends them. Every batch given to it has left the ledger."""
 
-    def __init__(self, max_attempts: int, streams: StreamTable, outcomes: OutcomeLog, story: Story) -> None:
+    def __init__(
+        self,
+        max_attempts: int,
+        streams: StreamTable,
+        outcomes: OutcomeLog,
+        quarantine: Quarantine,
+        story: Story,
+    ) -> None:
         self._max_attempts = max_attempts
+        self._quarantine = quarantine
         self._streams = streams
         self._outcomes = outcomes
         self._story = story
@@ -45,6 +55,30 @@ class Recovery:
             message = f"{record.lost_with} workers were lost while they had it, {worker_id} the last"
             end = End(Status.ERROR, code, message, worker_id, len(batch.records))
             self._outcomes.finish(record, end, now_ns, actions)
+            if code is Code.POISON_FRAME:
+                self._quarantine.put(record, now_ns)
+                self._end_copies(record, batch.served, now_ns, actions)
+
+    def _end_copies(
+        self, guilty: FrameRecord, served: ServedClass, now_ns: int, actions: list[Action]
+    ) -> None:
+        """End the waiting frames that hold the same bytes: each of them would take down workers too."""
+        payload = guilty.frame.payload
+        waiting = served.suspects.pop_all()
+        for record in waiting:
+            if not has_same_content(record.frame.payload, payload):
+                served.suspects.push(record)
+        copies = [record for record in waiting if has_same_content(record.frame.payload, payload)]
+        for record in list(served.queue):
+            if has_same_content(record.frame.payload, payload):
+                served.queue.remove(record)
+                copies.append(record)
+        for record in sorted(copies, key=lambda record: record.number):
+            message = (
+                f"its content is that of seq {guilty.seq} of stream {guilty.frame.stream}, which took down"
+                " workers"
+            )
+            self.end_waiting(record, End(Status.ERROR, Code.POISON_FRAME, message), now_ns, actions)
 
     def put_back(self, batch: InFlightBatch, now_ns: int) -> None:
         """The batch was handed back unrun, or never left: to the front, last frame first, so that it keeps

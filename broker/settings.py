@@ -61,6 +61,16 @@ class CoreSettings:
     heartbeat_ms: int = 1_000
     heartbeats_missed: int = 3
     max_attempts: int = 2  # workers one frame may be lost with
+    quarantine_ms: int = 600_000  # the content of a poison frame is refused for this long; 0 = never
+    quarantine_frames: int = 1_024  # contents in quarantine at once
+
+    # Hedging (see hedging.py). A batch is overdue when its predicted end passed by overdue_factor times its
+    # predicted run, and by overdue_min_ms at least.
+    overdue_factor: float = 3.0
+    overdue_min_ms: int = 50
+    hedge_share: float = 0.02  # hedged frames per dispatched frame; 0 = no hedges
+    hedge_burst_frames: int = 64  # hedged frames that may be saved up, and that a fresh broker starts with
+    stuck_ms: int = 30_000  # a worker with a batch overdue for this long is told off
 
     # Outcomes.
     retention_frames: int = 1_024  # outcomes kept per stream for replay

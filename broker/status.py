@@ -35,6 +35,8 @@ def status_of(core: BrokerCore, now_ns: int, *, has_streams: bool) -> dict[str, 
         "late_done": core.late_done_count,
         "requeued": core.recovery.requeued_count,
         "workers_lost": core.life.lost_count,
+        "hedges": _hedges(core),
+        "quarantined": len(core.quarantine),
         "unfinished_bytes": outcomes.unfinished_bytes,
         "max_bytes": core.settings.max_bytes,
         "retained": outcomes.retained_count,
@@ -63,6 +65,17 @@ def _account(core: BrokerCore) -> dict[str, Value]:
         "rejected": account.rejected,
         "duplicates": account.duplicates,
         "unfinished": account.unfinished,
+    }
+
+
+def _hedges(core: BrokerCore) -> dict[str, Value]:
+    hedges = core.hedges
+    return {
+        "batches": hedges.batches_count,
+        "frames": hedges.frames_count,
+        "won": hedges.won_count,
+        "suppressed": hedges.suppressed_count,
+        "budget_frames": hedges.budget_frames,
     }
 
 
@@ -121,6 +134,7 @@ def _worker(worker: Worker, now_ns: int) -> dict[str, Value]:
         "frames": worker.frames_count,
         "busy_share": min(1.0, worker.ran_ns / ready_for_ns) if ready_for_ns > 0 else 0.0,
         "last_heard_ms": (now_ns - worker.pulse.last_heard_ns) / _NS_PER_MS,
+        "is_overdue": bool(worker.in_flight) and now_ns >= worker.overdue_ns,
         "notes": list(worker.notes),
     }
 

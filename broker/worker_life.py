@@ -9,7 +9,8 @@ from headrace.broker.actions import Action, RefusePeer, Report, SendHeartbeat, S
 from headrace.broker.costs import CostTable
 from headrace.broker.dispatch import Dispatcher
 from headrace.broker.heartbeats import Heartbeats
-from headrace.broker.inflight import Ledger
+from headrace.broker.hedging import Hedges
+from headrace.broker.inflight import InFlightBatch
 from headrace.broker.model_table import ModelTable
 from headrace.broker.recovery import Recovery
 from headrace.broker.worker_registry import (
@@ -38,7 +39,7 @@ class WorkerLife:
         workers: WorkerRegistry,
         beats: Heartbeats,
         costs: CostTable,
-        ledger: Ledger,
+        hedges: Hedges,
         dispatcher: Dispatcher,
         recovery: Recovery,
     ) -> None:
@@ -47,7 +48,7 @@ class WorkerLife:
         self._workers = workers
         self._beats = beats
         self._costs = costs
-        self._ledger = ledger
+        self._hedges = hedges
         self._dispatcher = dispatcher
         self._recovery = recovery
         self.lost_count = 0
@@ -161,23 +162,33 @@ class WorkerLife:
     ) -> None:
         """A worker is gone: put its frames back. ``is_suspicious`` when one of them may have killed it."""
         batches = list(worker.in_flight.values())
-        for batch in batches:
-            self._ledger.close(batch)
         values: dict[str, Value] = {
             "worker": worker.id,
             "reason": reason,
             "batches": len(batches),
-            "frames": sum(len(batch.records) for batch in batches),
+            "frames": sum(len(batch.unfinished) for batch in batches),
         }
         actions.append(Report("worker lost", values))
+        left = [batch for batch in batches if self._hedges.give_up(batch, now_ns, actions)]
         if is_suspicious:
             self.lost_count += 1
-            for batch in batches:
+            for batch in left:
                 self._recovery.suspect(batch, now_ns, actions)
         else:
-            for batch in reversed(batches):
+            for batch in reversed(left):
                 self._recovery.put_back(batch, now_ns)
         self._remove(worker, now_ns, actions)
+
+    def tell_off(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
+        """A worker still sends heartbeats but has hung with a batch for too long: it is lost, and told to
+        end, so that whoever supervises it starts another one."""
+        worker = batch.worker
+        held_ms = (now_ns - batch.sent_ns) // 1_000_000
+        reason = f"stuck: batch {batch.batch} has taken {held_ms} ms"
+        self.lose(worker, reason, now_ns, actions)
+        expected_ms = batch.predicted_ns // 1_000_000
+        message = f"batch {batch.batch} was expected to take {expected_ms} ms and has taken {held_ms} ms"
+        actions.append(RefusePeer(worker.peer, Code.WORKER_STUCK, message, is_worker=True))
 
     def _remove(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
         self._dispatcher.pools.leave(worker)

@@ -128,6 +128,14 @@ class LimitsSection(Section):
                 f"max_frame_bytes = {self.max_frame_bytes} is larger than max_message_bytes"
                 f" = {self.max_message_bytes}: such a frame could never arrive; raise the latter"
             )
+        # A worker gets frames behind a header of up to max_header_bytes: without that room every batch
+        # would be one frame, and nothing would say why.
+        if self.max_frame_bytes + self.max_header_bytes > self.max_message_bytes:
+            raise ValueError(
+                f"max_frame_bytes = {self.max_frame_bytes} and max_header_bytes = {self.max_header_bytes}"
+                f" together are larger than max_message_bytes = {self.max_message_bytes}: no batch could be"
+                " sent to a worker; raise the latter or lower one of the others"
+            )
         return self
 
 
@@ -197,6 +205,17 @@ class AdmissionSection(Section):
         ge=1,
         le=100,
     )
+    quarantine_ms: int = key(
+        600_000,
+        "ms",
+        "Frames with the content of a poison frame are refused for this long, so that sending it"
+        " again costs no worker. 0 = never.",
+        ge=0,
+        le=86_400_000,
+    )
+    quarantine_frames: int = key(
+        1_024, "contents", "Contents in quarantine at once; the oldest goes first.", ge=1, le=1_000_000
+    )
 
 
 class QueuesSection(Section):
@@ -229,6 +248,50 @@ class QueuesSection(Section):
     )
     ageing_share: float = key(
         0.25, "share", "Share of dispatches that aged frames get while more urgent ones wait.", gt=0, lt=1
+    )
+
+
+class HedgingSection(Section):
+    """What happens to batches that take much too long. A running batch can't be interrupted: a second copy
+    runs on another worker, and the first to be done counts."""
+
+    overdue_factor: float = key(
+        3.0,
+        "factor",
+        "A batch is overdue when its predicted end has passed by this many times its predicted run. Its"
+        " worker gets nothing more until it answers.",
+        ge=0.5,
+        le=1_000,
+    )
+    overdue_min_ms: int = key(
+        50,
+        "ms",
+        "... and by at least this: below it the noise of transport and scheduling decides.",
+        ge=1,
+        le=MAX_WAIT_MS,
+    )
+    share: float = key(
+        0.02,
+        "share",
+        "Extra load that second copies may cause: hedged frames per dispatched frame. 0 = no hedges.",
+        ge=0,
+        le=1,
+    )
+    burst_frames: int = key(
+        64,
+        "frames",
+        "Hedged frames that may be saved up; a fresh broker starts with as many, so that the very first"
+        " batch that hangs can be hedged. 64 holds two batches of 32.",
+        ge=1,
+        le=1_000_000,
+    )
+    stuck_ms: int = key(
+        30_000,
+        "ms",
+        "A worker with a batch overdue for this long is told off: it counts as lost and ends itself, so"
+        " that `headrace up` starts another one.",
+        ge=100,
+        le=86_400_000,
     )
 
 
@@ -336,6 +399,7 @@ class Config(Section):
     limits: LimitsSection = Field(default=LimitsSection())
     admission: AdmissionSection = Field(default=AdmissionSection())
     queues: QueuesSection = Field(default=QueuesSection())
+    hedging: HedgingSection = Field(default=HedgingSection())
     retention: RetentionSection = Field(default=RetentionSection())
     worker: WorkerSection = Field(default=WorkerSection())
     supervisor: SupervisorSection = Field(default=SupervisorSection())

@@ -46,6 +46,13 @@ def to_core_settings(config: Config) -> CoreSettings:
         heartbeat_ms=config.broker.heartbeat_ms,
         heartbeats_missed=config.broker.heartbeats_missed,
         max_attempts=admission.max_attempts,
+        quarantine_ms=admission.quarantine_ms,
+        quarantine_frames=admission.quarantine_frames,
+        overdue_factor=config.hedging.overdue_factor,
+        overdue_min_ms=config.hedging.overdue_min_ms,
+        hedge_share=config.hedging.share,
+        hedge_burst_frames=config.hedging.burst_frames,
+        stuck_ms=config.hedging.stuck_ms,
         retention_frames=config.retention.frames_per_stream,
         retention_bytes=config.retention.max_bytes,
     )

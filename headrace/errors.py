@@ -57,6 +57,7 @@ class Code(StrEnum):
     CREDIT_EXCEEDED = "credit_exceeded"
     TOO_MANY_STREAMS = "too_many_streams"
     TOO_MANY_PRODUCERS = "too_many_producers"
+    WONT_MAKE_IT = "wont_make_it"
     DRAINING = "draining"
     LANE_UNAVAILABLE = "lane_unavailable"
 
@@ -78,6 +79,7 @@ class Code(StrEnum):
     VERSION_MISMATCH = "version_mismatch"
     BAD_READY = "bad_ready"
     TOO_MANY_WORKERS = "too_many_workers"
+    WORKER_STUCK = "worker_stuck"
     UNKNOWN_PEER = "unknown_peer"
     UNKNOWN_METHOD = "unknown_method"
     BAD_PARAMS = "bad_params"
@@ -120,13 +122,13 @@ class ConfigError(LocalError):
     exit_code: ClassVar[int] = 78  # EX_CONFIG of sysexits.h: a supervisor must not restart on it
 
 
-class ModelError(LocalError):
-    """A model that can't be served: names the file, what was found and what is supported."""
 class JournalError(LocalError):
     """The broker's journal can't be written or read any more: names the file and the reason. The broker ends,
     since what it can't record it may not publish."""
 
 
+class ModelError(LocalError):
+    """A model that can't be served: names the file, what was found and what is supported."""
 
     exit_code: ClassVar[int] = 65  # EX_DATAERR of sysexits.h: a supervisor must not restart on it
 

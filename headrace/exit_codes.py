@@ -31,7 +31,8 @@ MEANINGS: dict[ExitCode, str] = {
     ExitCode.MODEL: "a model can't be served",
     ExitCode.UNAVAILABLE: "the broker did not answer, or the device asked for is not there",
     ExitCode.INTERNAL: "a bug in headrace; HEADRACE_DEBUG=1 shows where",
-    ExitCode.DEVICE_LOST: "a worker's device failed while it served; nothing was published after that",
+    ExitCode.DEVICE_LOST: "a worker's device failed, or hung with a batch, while it served; nothing was"
+    " published after that",
     ExitCode.CONFIG: "a setting can't be used",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C) before it was done",
 }

@@ -303,6 +303,9 @@ class WorkerSession:
                     self._say_hello(now_ns, out)
             case Code.BAD_READY:
                 self._exit(ExitCode.INTERNAL, f"the broker can't use this worker's READY: {reason}", out)
+            case Code.WORKER_STUCK:
+                # Its frames are with others by now. What hangs can't be ended from inside: a new process can.
+                self._exit(ExitCode.DEVICE_LOST, f"told off by the broker: {reason}", out)
             case Code.TOO_MANY_WORKERS | Code.DRAINING:
                 if self.state is State.HELLO:
                     self._lose_link(f"{code}: {reason}", now_ns, out)

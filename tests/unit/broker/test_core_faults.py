@@ -223,13 +223,17 @@ class TestWorkerLost:
         assert [one.pub_seq for one in hr.outcomes(driver.actions)] == list(range(30))
         driver.core.check_invariants()
 
-    def test_only_one_batch_waits_for_the_detection(self, driver: hr.CoreDriver) -> None:
-        """SCL-06: the worker next in line is dead; its batch is late by the detection, all else is not."""
+    @pytest.mark.parametrize(
+        ("hedge_share", "late_count"), [(0.0, 4), (0.02, 0)], ids=["no hedges", "hedges"]
+    )
+    def test_only_one_batch_waits_for_the_detection(self, hedge_share: float, late_count: int) -> None:
+        """SCL-06: the worker next in line is dead; its batch is late by the detection, all else is not. With
+        hedges not even that one is."""
+        driver = hr.CoreDriver(hr.make_settings(hedge_share=hedge_share))
         driver.join_worker(b"w1", slots=1, per_batch_ms=9)
         driver.join_worker(b"w2", slots=1)
         driver.push(*[hr.frame(f"s{n}", 0, ttl_ms=20_000) for n in range(50)])
         held = hr.batches(driver.tick())
-        stuck = next(sent for sent in held if sent.peer == b"w1")
         todo = [sent for sent in held if sent.peer == b"w2"]
 
         while todo:
@@ -242,8 +246,10 @@ class TestWorkerLost:
             driver.done(todo.pop(0))
             todo += hr.batches(driver.tick())
 
-        assert in_time == 50 - len(stuck.batch.frames)
+        assert in_time == 50 - late_count
         assert driver.core.account.ok == 50
+        assert reports(driver.actions)[-1] == "worker lost"
+        driver.core.check_invariants()
 
     def test_undelivered_batch_is_not_suspected(self, driver: hr.CoreDriver) -> None:
         """ZMQ-08: a batch whose send failed goes to another worker whole, as often as it takes."""
