@@ -16,7 +16,7 @@ from headrace.broker.control import Control
 from headrace.broker.counters import Counters, count
 from headrace.broker.outbound import PREFIXES, Outbound
 from headrace.broker.sockets import Role, Socket, receive, receive_routed
-from headrace.errors import Code, RemoteProtocolError
+from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     Discover,
@@ -33,6 +33,14 @@ from headrace.protocol.messages import (
     Request,
     WorkerHello,
 )
+
+#: What each socket takes. Anything else is refused by its type, before its payload is looked at.
+_EXPECTED: dict[Role, frozenset[type]] = {
+    Role.FRAMES: codec.FROM_PRODUCER,
+    Role.INTAKE: codec.FROM_INTAKE,
+    Role.WORKERS: codec.FROM_WORKER,
+    Role.CONTROL: codec.FROM_CONTROL,
+}
 
 #: Where each message of a peer belongs; on another socket it is answered with the right address.
 _HOME: dict[type, Role] = {
@@ -73,7 +81,7 @@ class Inbound:
         self._tell = tell
         # Bound once: the level is checked without making a logger for each batch.
         self._log = log.bind()
-        self._takers: dict[Role, Callable[[bytes, Message, int], bool]] = {
+        self._takers: dict[Role, Callable[[bytes, Message, int], None]] = {
             Role.FRAMES: self._take_from_producer,
             Role.WORKERS: self._take_from_worker,
             Role.CONTROL: self._take_from_caller,
@@ -99,24 +107,24 @@ class Inbound:
         peer = PREFIXES[role] + routing_id
         now_ns = now()
         try:
-            message = codec.decode(parts, self._limits)
-            if not self._takers[role](peer, message, now_ns):
-                raise self._misplaced(message)
-        except RemoteProtocolError as error:
+            message = codec.decode(parts, self._limits, _EXPECTED[role])
+        except RemoteProtocolError as raised:
+            error = self._with_home(raised)
             self._outbound.refuse(peer, error)
             self._report_misbehaved(role, peer, error, now_ns)
+        else:
+            self._takers[role](peer, message, now_ns)
 
     def _take_intake(self, now_ns: int) -> None:
         parts = receive(self._sockets[Role.INTAKE])
         try:
-            message = codec.decode(parts, self._limits)
-            if not isinstance(message, Frames):
-                raise self._misplaced(message)
+            message = codec.decode(parts, self._limits, _EXPECTED[Role.INTAKE])
         except RemoteProtocolError as error:
-            self._report_misbehaved(Role.INTAKE, None, error, now_ns)
+            self._report_misbehaved(Role.INTAKE, None, self._with_home(error), now_ns)
             return
-        for frame in message.frames:
-            self._tell(events.FrameArrived(None, frame), now_ns)
+        if isinstance(message, Frames):
+            for frame in message.frames:
+                self._tell(events.FrameArrived(None, frame), now_ns)
 
     def _take_subscription(self, now_ns: int) -> None:
         parts = receive(self._sockets[Role.RESULTS])
@@ -130,7 +138,7 @@ class Inbound:
             error = RemoteProtocolError(Code.UNEXPECTED_TYPE, "the results socket takes subscriptions only")
             self._report_misbehaved(Role.RESULTS, None, error, now_ns)
 
-    def _take_from_producer(self, peer: bytes, message: Message, now_ns: int) -> bool:
+    def _take_from_producer(self, peer: bytes, message: Message, now_ns: int) -> None:
         match message:
             case Frames(frames):
                 for frame in frames:
@@ -144,11 +152,8 @@ class Inbound:
                 self._tell(events.ProducerLeft(peer), now_ns)
             case Discover():
                 self._outbound.introduce(peer)
-            case _:
-                return False
-        return True
 
-    def _take_from_worker(self, peer: bytes, message: Message, now_ns: int) -> bool:
+    def _take_from_worker(self, peer: bytes, message: Message, now_ns: int) -> None:
         match message:
             case Done():
                 self._tell(events.BatchDone(peer, message), now_ns)
@@ -172,11 +177,8 @@ class Inbound:
                 self._tell(events.WorkerLeft(peer), now_ns)
             case Discover():
                 self._outbound.introduce(peer)
-            case _:
-                return False
-        return True
 
-    def _take_from_caller(self, peer: bytes, message: Message, now_ns: int) -> bool:
+    def _take_from_caller(self, peer: bytes, message: Message, now_ns: int) -> None:
         match message:
             case Request():
                 self._outbound.reply(peer, self._control.answer(message, now_ns))
@@ -184,20 +186,15 @@ class Inbound:
                 pass  # control calls stand alone: there is no session to keep alive or to end
             case Discover():
                 self._outbound.introduce(peer)
-            case _:
-                return False
-        return True
 
-    def _misplaced(self, message: Message) -> RemoteProtocolError:
-        name = type(message).__name__
-        home = _HOME.get(type(message))
+    def _with_home(self, error: RemoteProtocolError) -> RemoteProtocolError:
+        """Return the error of a misplaced message with the address where it belongs, any other as it is."""
+        home = _HOME.get(error.kind) if isinstance(error, UnexpectedTypeError) else None
         if home is None:
-            return RemoteProtocolError(
-                Code.UNEXPECTED_TYPE, f"{name} is never sent to a broker's socket like this"
-            )
+            return error
         address = getattr(self._endpoints, home.value)
         return RemoteProtocolError(
-            Code.UNEXPECTED_TYPE, f"{name} belongs on the {home.value} socket of this broker, {address}"
+            error.code, f"{error.message}; it belongs on the {home.value} socket of this broker, {address}"
         )
 
     def _report_misbehaved(

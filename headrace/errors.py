@@ -108,6 +108,14 @@ class RemoteProtocolError(RemoteError):
     """A message from a peer that breaks the protocol. Nothing was allocated on its behalf."""
 
 
+class UnexpectedTypeError(RemoteProtocolError):
+    """A message that has no place on the socket it came in on; ``kind`` is its class. The rest is unread."""
+
+    def __init__(self, kind: type, message: str) -> None:
+        super().__init__(Code.UNEXPECTED_TYPE, message)
+        self.kind = kind
+
+
 class FrameError(RemoteError):
     """A frame that ended without a result: ``status`` is error, expired, superseded or rejected."""
 

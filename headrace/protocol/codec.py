@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from headrace.errors import Code, RemoteProtocolError
+from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import messages as m
 from headrace.protocol.fields import shown
 from headrace.protocol.frames import read_batch, read_frames, write_batch, write_frames
@@ -60,7 +60,8 @@ def decode(parts: Sequence[Buffer], limits: Limits, expected: frozenset[type] | 
     ``expected`` are the message classes that this peer may send; None means any. A frame of a readable
     message that is wrong itself comes back as BadFrame in its place.
 
-    Raises RemoteProtocolError with a stable code and our own text, for whatever bytes.
+    Raises RemoteProtocolError with a stable code and our own text, for whatever bytes; UnexpectedTypeError
+    before anything but the type was looked at.
     """
     header = unpack_header(parts, limits)
     version = header.get("v", PROTOCOL_VERSION)
@@ -75,8 +76,8 @@ def decode(parts: Sequence[Buffer], limits: Limits, expected: frozenset[type] | 
     kind, read = known
     if expected is not None and kind not in expected:
         wanted = sorted([_WRITERS[member][0] for member in expected])
-        raise RemoteProtocolError(
-            Code.UNEXPECTED_TYPE, f"type {type_name} has no place here, which takes {', '.join(wanted)}"
+        raise UnexpectedTypeError(
+            kind, f"type {type_name} has no place here, which takes {', '.join(wanted)}"
         )
     return read(header, parts[1:], limits)
 

@@ -111,7 +111,7 @@ def test_every_router_tells_all_addresses() -> None:
 def test_a_message_on_the_wrong_socket_is_told_the_right_one(
     socket_name: str, message: Message, home: str
 ) -> None:
-    """The refusal names the socket and its address."""
+    """The refusal names what this socket takes, and the right socket with its address."""
     with (
         hb.running_broker() as broker,
         hb.Peer(zmq.DEALER, getattr(broker.endpoints, socket_name)) as peer,
@@ -120,7 +120,8 @@ def test_a_message_on_the_wrong_socket_is_told_the_right_one(
         refused = peer.expect(Refused)
 
     assert refused.code == "unexpected_type"
-    assert home in refused.message
+    assert "has no place here, which takes discover" in refused.message
+    assert f"belongs on the {home} socket" in refused.message
     assert getattr(broker.endpoints, home) in refused.message
 
 
