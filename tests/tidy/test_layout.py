@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from hr_repo import PACKAGE_FOLDERS, ROOT, imported_modules, product_files, source_files
+
+from headrace.config import OTHER_VARIABLES
 
 #: Longest module and function (STYLE: a module is about 300 lines, 500 at most; a function fits a screen).
 MAX_MODULE_LINES = 500
@@ -210,3 +213,14 @@ def test_no_set_is_iterated_in_the_core() -> None:
             ]
 
     assert found == []
+
+
+def test_every_variable_of_ours_that_is_read_is_one_that_commands_take() -> None:
+    """Commands refuse unknown HEADRACE_ variables: one that only a test reads would break each of its
+    subprocesses."""
+    reads = re.compile(r"""(?:environ\[|environ\.get\(|getenv\()\s*["'](HEADRACE_\w+)""")
+    files = product_files() + source_files("tests") + source_files("benchmarks")
+    found = {name for path in files for name in reads.findall(path.read_text())}
+
+    assert found >= {"HEADRACE_CACHE", "HEADRACE_DEBUG"}
+    assert found <= set(OTHER_VARIABLES)

@@ -1,6 +1,6 @@
 """Any bytes give a message or RemoteProtocolError, and every message survives the wire.
 
-The profile is derandomised: a run tries the same examples every time. Raise ``HEADRACE_FUZZ_EXAMPLES`` to
+The profile is derandomised: a run tries the same examples every time. Raise ``FUZZ_EXAMPLES`` to
 look further.
 """
 
@@ -41,7 +41,7 @@ fuzz = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=int(os.environ.get("HEADRACE_FUZZ_EXAMPLES", "300")),
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "300")),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
