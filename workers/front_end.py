@@ -66,9 +66,7 @@ def add_front_end(model: OnnxModel, image: ImageInput) -> ImageModel:
     return ImageModel(replace(model, proto=proto, inputs=inputs), source, feed_name, batch, height, width)
 
 
-def _find_image_input(
-    model: OnnxModel, channels: int
-) -> tuple[OnnxTensor, tuple[int, int, int, int], bool]:
+def _find_image_input(model: OnnxModel, channels: int) -> tuple[OnnxTensor, tuple[int, int, int, int], bool]:
     """Return the image input, its four axes and whether it is NCHW.
 
     The axis that has ``channels`` entries decides; a file that leaves it open is taken for NCHW.

@@ -17,9 +17,7 @@ def table() -> CostTable:
     return table
 
 
-@pytest.mark.parametrize(
-    ("count", "ms"), [(1, 2), (2, 5), (4, 5), (5, 9), (8, 9), (99, 9)], ids=str
-)
+@pytest.mark.parametrize(("count", "ms"), [(1, 2), (2, 5), (4, 5), (5, 9), (8, 9), (99, 9)], ids=str)
 def test_predicts_the_bucket_that_holds_the_batch(table: CostTable, count: int, ms: int) -> None:
     """A batch costs what its bucket costs."""
     assert table.predict_ns("w", "m", "1", "c", count) == ms * 1_000_000
