@@ -64,6 +64,10 @@ def refusal(text: str = "", **variables: str) -> str:
         ("[queues]\nmax_queue_delay_ms = '5'", ["queues.max_queue_delay_ms", "must be a number"]),
         ("[limits]\nmax_message_bytes = 100", ["limits.max_message_bytes = 100", "at least 65536"]),
         ("[limits]\nmax_frame_bytes = 999999999", ["max_frame_bytes", "larger than max_message_bytes"]),
+        (
+            "[limits]\nmax_frame_bytes = 65536\nmax_message_bytes = 1048576",
+            ["max_header_bytes = 1048576 together", "no batch could be sent"],
+        ),
         ("[[models]]\npath = 'x'", ["models[0].name", "is missing", "Name under which"]),
         ("[[models]]\nname = 'a'", ["models[0]", "neither path nor emulated"]),
         ("[[models]]\nname = 'a b'\npath = 'x'", ["models[0].name", "letters, digits"]),
