@@ -166,7 +166,7 @@ def _prepare_encoded(image: object, wanted: Encoding | None) -> Prepared:
     found = next((kind for magic, kind in _MAGICS if bytes(view[: len(magic)]) == magic), None)
     if found is None or (wanted is not None and found is not wanted):
         raise InvalidFrameError(
-            Code.BAD_ENCODING,
+            Code.BAD_IMAGE if found is None else Code.BAD_ENCODING,
             f"the first bytes are those of {found or 'neither JPEG nor PNG'}, wanted is"
             f" {wanted or 'either'}; raw pixels go in a numpy array of their shape",
         )

@@ -117,7 +117,8 @@ def test_a_payload_at_any_offset_is_read_the_same() -> None:
         ([1, 2, 3], Code.BAD_DTYPE, "list"),
         ("path.png", Code.BAD_DTYPE, "str"),
         (None, Code.BAD_DTYPE, "NoneType"),
-        (b"BM raw bytes", Code.BAD_ENCODING, "neither JPEG nor PNG"),
+        (b"BM raw bytes", Code.BAD_IMAGE, "neither JPEG nor PNG"),
+        (b"\x01", Code.BAD_IMAGE, "neither JPEG nor PNG"),
         ({}, Code.EMPTY_PAYLOAD, "no inputs"),
         ({"a": np.zeros(0)}, Code.EMPTY_PAYLOAD, "'a'"),
         ({"a": np.array([True])}, Code.BAD_DTYPE, "'a'"),
@@ -160,7 +161,6 @@ def test_an_encoded_image_is_known_by_its_first_bytes(
     [
         (JPEG, "png", "jpeg"),
         (PNG, "webp", "webp"),
-        (b"GIF89a", "png", "neither"),
         (FRAME, "png", "uint8"),
         (3, "jpeg", "int"),
         ({"a": FRAME}, "png", "several inputs"),
@@ -173,6 +173,14 @@ def test_a_wrong_encoding_is_refused(data: object, encoding: str, named: str) ->
 
     assert caught.value.code == Code.BAD_ENCODING
     assert named in str(caught.value)
+
+
+def test_bytes_of_no_image_are_not_taken_for_one() -> None:
+    """IMG-03: the code is the broker's own for them."""
+    with pytest.raises(InvalidFrameError, match="neither JPEG nor PNG") as caught:
+        arrays.prepare(b"GIF89a", encoding="png")
+
+    assert caught.value.code == Code.BAD_IMAGE
 
 
 def test_several_inputs_become_one_payload() -> None:
