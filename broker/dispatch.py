@@ -17,7 +17,8 @@ busy one with a free slot that would finish it first. An idle worker is passed o
 all that waits would be finished sooner by waiting for a faster one: between a 10 ms and a 200 ms worker,
 the slow one gets work only when the fast one can't keep up. A worker that is overdue with a batch is not
 trusted with a second. Its batch is sent once more, before anything that waits, if the budget of hedges
-(hedging.py) and a free slot elsewhere allow it.
+(hedging.py) and a free slot elsewhere allow it. The worker is probed first: if its connection is gone, the
+batch may have killed it, and a hedge would only kill the next one without naming the guilty frame.
 
 Suspects (frames that were with a worker when it was lost) run alone: one to a batch, on a worker that holds
 nothing else and gets nothing else meanwhile, so that the next loss names the guilty frame. When no worker
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.broker.actions import Action, Report, SendBatch
+from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
 from headrace.broker.batching import ClassView, CloseNow
 from headrace.broker.costs import CostTable
 from headrace.broker.hedging import Hedges
@@ -46,6 +47,10 @@ from headrace.protocol.messages import Batch, Value
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
 WAIT_SHARE = 0.75
+
+#: Between the probe of an overdue worker and the hedge: the shell tells within its turn whom it could not
+#: reach, so any later turn will do.
+PROBE_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,6 +310,11 @@ class Dispatcher:
             if worker is not None and pool.service(worker).max_batch_size >= count:
                 break
         else:
+            return
+        if not batch.was_probed:
+            batch.was_probed = True
+            actions.append(SendHeartbeat(batch.worker.peer, is_worker=True))
+            self._look_again(now_ns + PROBE_NS, now_ns)
             return
         hedge = self._open(worker, batch.served, records, now_ns, is_alone=False)
         self._hedges.pair(batch, hedge)

@@ -41,6 +41,7 @@ class InFlightBatch:
     done_ns: int = 0
     due_ns: int = 0
     is_hedge: bool = False
+    was_probed: bool = False
     was_hedged: bool = False
     is_cancelled: bool = False
     twin: InFlightBatch | None = None
