@@ -9,6 +9,9 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from headrace.errors import ConfigError
+from headrace.protocol.peers import MAX_BATCH_SIZE
+
 #: Longest wait that can be asked of a batch or a heartbeat: one hour, far beyond any live use.
 MAX_WAIT_MS = 3_600_000
 
@@ -69,7 +72,11 @@ class SizeClassSection(Section):
     height: int = key(..., "pixels", "Height of the model's input.", ge=1, le=65_536)
     width: int = key(..., "pixels", "Width of the model's input.", ge=1, le=65_536)
     max_batch_size: int = key(
-        8, "frames", "Most frames in one batch; nothing is allocated for it up front.", ge=1, le=1_000_000
+        8,
+        "frames",
+        "Most frames in one batch, and at most `limits.max_frames_per_message`: a batch is one message.",
+        ge=1,
+        le=MAX_BATCH_SIZE,
     )
     fit: Literal["exact", "pad", "letterbox"] = key(
         "pad",
@@ -169,6 +176,17 @@ class ModelSection(Section):
             if first != index:
                 raise ValueError(f"entries {first} and {index} are both named {label!r}: rename one")
         return classes
+
+    @model_validator(mode="after")
+    def _adapter_takes_its_options(self) -> Self:
+        # Imported here: reading a configuration without models needs no numpy.
+        from headrace.workers.adapters import check_adapter
+
+        try:
+            check_adapter(self.adapter, self.adapter_options)
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     @model_validator(mode="after")
     def _is_servable(self) -> Self:

@@ -420,6 +420,19 @@ class Config(Section):
         return models
 
     @model_validator(mode="after")
+    def _batches_fit_a_message(self) -> Self:
+        most = self.limits.max_frames_per_message
+        for index, model in enumerate(self.models):
+            for item in model.size_classes:
+                if item.max_batch_size > most:
+                    raise ValueError(
+                        f"models[{index}]: size class {item.label}: max_batch_size = {item.max_batch_size} is"
+                        f" larger than limits.max_frames_per_message = {most}: no message could hold such a"
+                        " batch; lower the former or raise the latter"
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _default_model_exists(self) -> Self:
         wanted = self.admission.default_model
         known = {model.name for model in self.models} | {f"{m.name}:{m.version}" for m in self.models}

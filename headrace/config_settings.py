@@ -10,18 +10,23 @@ from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.config import LoadedConfig, class_policy
 from headrace.config_models import ImageSection, ModelSection, SizeClassSection
 from headrace.config_schema import Config, QueuesSection
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, RemoteProtocolError
+from headrace.protocol import codec
 from headrace.protocol.messages import (
     Color,
     EmulatedCost,
+    Endpoints,
     Fit,
     ImageInput,
     Limits,
     ModelSpec,
     Oversize,
+    Setup,
     SizeClassSpec,
 )
 from headrace.workers.worker_settings import WorkerSettings
+
+_NO_ENDPOINTS = Endpoints(0, "tcp://", "tcp://", "tcp://", "tcp://", "tcp://", "", "")
 
 
 def to_core_settings(config: Config) -> CoreSettings:
@@ -61,7 +66,7 @@ def to_core_settings(config: Config) -> CoreSettings:
 def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
     """Return the broker's settings with the absolute paths of its model files.
 
-    Raises ConfigError when there is no model, or a file is not there."""
+    Raises ConfigError when there is no model, a file is not there, or no worker could be told of a model."""
     config = loaded.config
     broker = config.broker
     if not config.models:
@@ -69,8 +74,10 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
             f"{loaded.source}: no [[models]]: a broker without a model can serve nothing; give --config FILE,"
             " or try `headrace up --model model.onnx`"
         )
+    core = to_core_settings(config)
+    _check_set_up(loaded.source, core)
     return ShellSettings(
-        core=to_core_settings(config),
+        core=core,
         host=broker.host,
         port=broker.port,
         frames=broker.frames,
@@ -126,6 +133,18 @@ def to_model_spec(model: ModelSection) -> ModelSpec:
         adapter_options=dict(model.adapter_options),
         emulated=EmulatedCost(emulated.base_ms, emulated.per_frame_ms) if emulated else None,
     )
+
+
+def _check_set_up(source: str, core: CoreSettings) -> None:
+    """Raise ConfigError for models that can't be described to a worker, who reads under default limits."""
+    specs = tuple(model.spec for model in core.models)
+    for where, told in [(f"models[{i}]", (spec,)) for i, spec in enumerate(specs)] + [("models", specs)]:
+        # Addresses and files, which only a running broker knows, add less than a hundredth.
+        set_up = Setup(0, core.heartbeat_ms, core.limits, told, _NO_ENDPOINTS)
+        try:
+            codec.decode(codec.encode(set_up), Limits())
+        except (TypeError, ValueError, OverflowError, RemoteProtocolError) as error:
+            raise ConfigError(f"{source}: {where}: workers can't be told of it: {error}") from None
 
 
 def _policy(queues: QueuesSection, model: ModelSection, item: SizeClassSection | None) -> ClassPolicy:

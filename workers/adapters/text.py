@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from headrace.workers.adapters.base import Adapter, AdapterError, Array, Outputs, RowResult, pick_output
 from headrace.workers.adapters.options import Options
+from headrace.workers.adapters.text_options import TextOptions
 from headrace.workers.geometry import Placement
 
 #: Joins regions that thresholding tore apart by one pixel, as the reference implementation does.
@@ -35,8 +36,7 @@ class TextBox:
 
 
 class TextAdapter(Adapter):
-    """Options: ``thresh`` (a pixel is text above it), ``box_thresh`` (a region is kept from it on),
-    ``max_candidates``, ``unclip_ratio``, ``min_size`` (pixels of the map), ``dilation``, ``output``.
+    """Options: see TextOptions.
 
     Gives ``boxes`` (four [x, y] points each, in frame pixels) and ``scores``, in reading order.
     """
@@ -44,20 +44,13 @@ class TextAdapter(Adapter):
     name = "text"
 
     def __init__(self, options: Options) -> None:
-        self._thresh = options.number("thresh", 0.3, 0.0, 1.0)
-        self._box_thresh = options.number("box_thresh", 0.5, 0.0, 1.0)
-        self._max_candidates = options.integer("max_candidates", 1000, 1, 1000)
-        self._unclip_ratio = options.number("unclip_ratio", 1.6, 0.0, 10.0)
-        self._min_size = options.number("min_size", 3.0, 0.0, 1000.0)
-        self._has_dilation = options.flag("dilation", True)
-        self._output = options.text("output", "")
-        options.finish()
+        self._options = TextOptions.read(options)
 
     def process_row(self, row: Outputs, placement: Placement | None) -> RowResult:
         """Return the text boxes of one frame; its output is a map [1, height, width] or [height, width]."""
         if placement is None:
             raise AdapterError("text boxes need a model with an image input")
-        frame_map, scale, corner = _covered(pick_output(row, self._output), placement)
+        frame_map, scale, corner = _covered(pick_output(row, self._options.output), placement)
         boxes = []
         for box in self._find(frame_map):
             points = placement.to_frame(box.points * scale + corner)
@@ -71,24 +64,24 @@ class TextAdapter(Adapter):
         )
 
     def _find(self, frame_map: NDArray[np.float32]) -> list[TextBox]:
-        mask = (frame_map > self._thresh).astype(np.uint8)
-        if self._has_dilation:
+        mask = (frame_map > self._options.thresh).astype(np.uint8)
+        if self._options.dilation:
             mask = cv2.dilate(mask, _DILATION_KERNEL).astype(np.uint8)
         contours, _ = cv2.findContours(mask, cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE)
         boxes = []
-        for contour in contours[: self._max_candidates]:
+        for contour in contours[: self._options.max_candidates]:
             inner, short_side = _smallest_rectangle(contour)
-            if short_side < self._min_size:
+            if short_side < self._options.min_size:
                 continue
             score = _mean_inside(frame_map, inner)
-            if score < self._box_thresh:
+            if score < self._options.box_thresh:
                 continue
-            grown = _grow(inner, self._unclip_ratio)
+            grown = _grow(inner, self._options.unclip_ratio)
             if grown is None:
                 continue
             outer, short_side = _smallest_rectangle(grown)
             # Growing adds at least a pixel on each side of anything that is text.
-            if short_side >= self._min_size + 2:
+            if short_side >= self._options.min_size + 2:
                 boxes.append(TextBox(outer, score))
         return boxes
 

@@ -14,6 +14,7 @@ from headrace.broker.shell_settings import ShellSettings
 from headrace.config_schema import MIN_MESSAGE_BYTES, Config
 from headrace.errors import ConfigError
 from headrace.protocol.messages import Limits
+from headrace.protocol.peers import MAX_BATCH_SIZE
 from headrace.workers.worker_settings import WorkerSettings
 
 MODEL = """
@@ -68,6 +69,15 @@ def refusal(text: str = "", **variables: str) -> str:
             "[limits]\nmax_frame_bytes = 65536\nmax_message_bytes = 1048576",
             ["max_header_bytes = 1048576 together", "no batch could be sent"],
         ),
+        (MODEL.replace("[models.image]", "adapter = 'txt'"), ["models[0]: adapter 'txt' is unknown"]),
+        (
+            MODEL.replace("[models.image]", "adapter = 'text'\nadapter_options.tresh = 1"),
+            ["models[0]: adapter text: unknown option tresh", "known options are thresh"],
+        ),
+        (
+            MODEL.replace("[models.image]", "adapter = 'detect'\nadapter_options.layout = 'v9'"),
+            ["models[0]: adapter detect: layout = 'v9'", "one of auto, v5, v8, nms"],
+        ),
         ("[[models]]\npath = 'x'", ["models[0].name", "is missing", "Name under which"]),
         ("[[models]]\nname = 'a'", ["models[0]", "neither path nor emulated"]),
         ("[[models]]\nname = 'a b'\npath = 'x'", ["models[0].name", "letters, digits"]),
@@ -75,6 +85,8 @@ def refusal(text: str = "", **variables: str) -> str:
         (MODEL + "[[models.size_classes]]\nheight=32\nwidth=64", ["entries 0 and 1 are both named '32x64'"]),
         (MODEL + "max_batch_size = 0", ["models[0].size_classes[0].max_batch_size = 0", "at least 1"]),
         (MODEL + "max_batch_size = -1", ["max_batch_size = -1", "at least 1"]),
+        (MODEL + "max_batch_size = 1000000", ["max_batch_size = 1000000", "at most 4096"]),
+        (MODEL + "max_batch_size = 257", ["models[0]: size class 32x64: max_batch_size = 257", "raise the"]),
         (MODEL + "max_batch_sise = 1", ["max_batch_sise", "did you mean max_batch_size?"]),
         (MODEL + "max_queue_delay_ms = 3600001", ["max_queue_delay_ms = 3600001", "at most 3600000"]),
         (MODEL + "fit = 'stretch'", ["fit", "'exact', 'pad' or 'letterbox'"]),
@@ -97,12 +109,13 @@ def test_a_bad_value_is_refused_in_one_line(text: str, words: list[str]) -> None
         assert word in message
 
 
-@pytest.mark.parametrize("size", [1, 1_000_000])
-def test_any_positive_batch_size_is_taken_and_costs_nothing(size: int) -> None:
-    """BAT-11: a limit of 1 works and a limit of a million allocates nothing up front."""
+@pytest.mark.parametrize("size", [1, 256, MAX_BATCH_SIZE])
+def test_any_batch_size_that_a_message_holds_is_taken_and_costs_nothing(size: int) -> None:
+    """BAT-11: a limit of 1 works and a large one allocates nothing up front."""
+    text = MODEL + f"max_batch_size = {size}\n[limits]\nmax_frames_per_message = {max(256, size)}"
     tracemalloc.start()
     try:
-        loaded = load(MODEL + f"max_batch_size = {size}")
+        loaded = load(text)
         core = config_settings.to_core_settings(loaded.config)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
@@ -317,6 +330,30 @@ def test_a_missing_model_file_is_named_with_its_key(tmp_path: Path, lines: str, 
         config_settings.to_shell_settings(config.load(str(path), environment={}))
 
     for word in [str(path), *words]:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("since = 2026-01-01", ["models[0]: workers can't be told of it", "date"]),
+        ("n = 18446744073709551616", ["models[0]: workers can't be told of it"]),
+        (f"x = {'[' * 20}{']' * 20}", ["models[0]: workers can't be told of it", "max_depth"]),
+        (f"x = '{'x' * 1_048_577}'", ["models[0]: workers can't be told of it", "max_header_bytes"]),
+    ],
+    ids=["date", "beyond 64 bits", "deep", "large"],
+)
+def test_options_that_no_worker_could_be_told_are_refused(options: str, words: list[str]) -> None:
+    """The options of a user's function are anything TOML has; the wire has less."""
+    loaded = load(
+        "[[models]]\nname = 'm'\nadapter = 'module:function'\nemulated = {base_ms = 1, per_frame_ms = 1}\n"
+        f"adapter_options.{options}"
+    )
+
+    with pytest.raises(ConfigError) as caught:
+        config_settings.to_shell_settings(loaded)
+
+    for word in words:
         assert word in str(caught.value)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 
 from headrace.errors import Code, ConfigError
 from headrace.protocol.messages import Status, Value
-from headrace.workers.adapters import load_adapter
+from headrace.workers.adapters import check_adapter, load_adapter
 from headrace.workers.adapters.values import MAX_VALUE_BYTES, MAX_VALUE_DEPTH, to_value
 from headrace.workers.geometry import Placement
 
@@ -39,6 +41,21 @@ def test_a_bad_adapter_configuration_is_refused(name: str, options: dict[str, Va
     """The error names the adapter, the key, the value and what is expected."""
     with pytest.raises(ConfigError, match=message):
         load_adapter(name, options)
+    with pytest.raises(ConfigError, match=message):
+        check_adapter(name, options)
+
+
+def test_checking_an_adapter_loads_nothing_heavy() -> None:
+    """A broker's machine may lack OpenCV and the user's module; what is a worker's business is left to it."""
+    code = (
+        "import sys; sys.modules['cv2'] = None; from headrace.workers.adapters import check_adapter;"
+        "check_adapter('text', {'thresh': 0.5}); check_adapter('no_such.module:function', {'any': 1});"
+        "print([m for m in ('torch', 'onnxruntime', 'onnx', 'zmq') if m in sys.modules])"
+    )
+
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
 def test_tensors_are_sent_as_they_are() -> None:
