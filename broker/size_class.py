@@ -14,7 +14,7 @@ from headrace.protocol.messages import Encoding, Fit, Frame, ImageInput, ModelSp
 #: Name of the one class of a model that takes plain tensors: no padding, the worker checks the shape.
 TENSOR_CLASS = "tensor"
 
-#: Channels an image frame may have: gray, colour, colour with an alpha channel that is dropped.
+#: Channels a raw image may have: gray, colour, colour with an alpha channel that is dropped.
 _IMAGE_CHANNELS = (1, 3, 4)
 
 
@@ -98,7 +98,8 @@ def _check_image(frame: Frame, image: ImageInput) -> Refusal | None:
         return Refusal(
             Code.WRONG_SHAPE, f"an image of shape {list(shape)}: expected [height, width, channels]"
         )
-    channels = shape[2] if len(shape) == 3 else 1
+    # A file's decoder makes colour of whatever channels it has, gray with alpha (two of them) included.
+    channels = shape[2] if len(shape) == 3 and frame.encoding is Encoding.RAW else 1
     if channels not in _IMAGE_CHANNELS:
         return Refusal(
             Code.WRONG_CHANNELS,

@@ -81,6 +81,14 @@ def test_refuses_with_a_code(table: SizeClasses, frame: object, code: Code) -> N
     assert placed.message
 
 
+def test_the_channels_of_a_file_are_its_decoders_business() -> None:
+    """IMG-05: a PNG of gray and alpha has two channels; only a raw image must not."""
+    frame = make_frame(shape=(8, 8, 2), encoding=Encoding.PNG)
+
+    assert classes(SMALL).place(frame) == SMALL
+    assert isinstance(classes(SMALL).place(make_frame(shape=(8, 8, 2))), Refusal)
+
+
 def test_exact_classes_take_their_own_size_only() -> None:
     """Fit exact neither pads nor scales."""
     exact = SizeClassSpec("exact", 8, 8, fit=Fit.EXACT)
