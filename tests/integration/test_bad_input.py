@@ -143,7 +143,10 @@ ROWS = (
     ),
     Row("truncated JPEG", "worker", "`damaged_image`, error", (encoded(JPEG[: len(JPEG) // 2], "jpeg"),)),
     Row(
-        "JPEG lacking only its end marker", "worker", "ok, flag `image_truncated`", (encoded(JPEG[:-2], "jpeg"),)
+        "JPEG lacking only its end marker",
+        "worker",
+        "ok, flag `image_truncated`",
+        (encoded(JPEG[:-2], "jpeg"),),
     ),
     Row("damaged PNG", "worker", "`damaged_image`, error", (encoded(DAMAGED_PNG, "png"),)),
     Row(
@@ -180,8 +183,13 @@ ROWS = (
         messages=(lone(stream=""),),
         pushes=({"image": COUNTING, "stream": ""},),
     ),
-    Row("seq going backwards", "client, broker", "`seq_backwards`, rejected", (bad(seq=SEQ - 5),),
-        pushes=({"image": COUNTING, "seq": 3},)),  # fmt: skip  # the client's stream stands at 4
+    Row(
+        "seq going backwards",
+        "client, broker",
+        "`seq_backwards`, rejected",
+        (bad(seq=SEQ - 5),),
+        pushes=({"image": COUNTING, "seq": 3},),  # the client's stream stands at 4
+    ),
     Row("two producers on one stream", "broker", "`stream_owned`, rejected"),
     Row(
         "frame above `max_frame_bytes`",
@@ -194,7 +202,9 @@ ROWS = (
         "message above `max_message_bytes`",
         "broker",
         "`message_too_large`, refused",
-        messages=((msgpack.packb({"frames": [{"stream": "s", "shape": [90_000]}] * 3}), *[bytes(90_000)] * 3),),
+        messages=(
+            (msgpack.packb({"frames": [{"stream": "s", "shape": [90_000]}] * 3}), *[bytes(90_000)] * 3),
+        ),
     ),
     Row(
         "msgpack 10,000 levels deep",
@@ -227,7 +237,11 @@ ROWS = (
         "non-contiguous array",
         "client",
         "ok, the model sees the view's pixels",
-        pushes=({"image": COUNTING[:, ::-1]}, {"image": COUNTING[::2, 3:]}, {"image": np.asfortranarray(COUNTING)}),
+        pushes=(
+            {"image": COUNTING[:, ::-1]},
+            {"image": COUNTING[::2, 3:]},
+            {"image": np.asfortranarray(COUNTING)},
+        ),
         seen=(COUNTING, COUNTING[::2, 3:], COUNTING),
     ),
     Row("read-only array", "client", "ok, sent as it is", pushes=({"image": READ_ONLY},), seen=(READ_ONLY,)),
@@ -280,9 +294,12 @@ ROWS = (
         "integer beyond 64 bits in `meta`",
         "client",
         "`out_of_range`, with the field's name",
-        pushes=({"image": COUNTING, "meta": {"id": 2**64}}, {"image": COUNTING, "meta": {"id": -(2**63) - 1}}),
+        pushes=(
+            {"image": COUNTING, "meta": {"id": 2**64}},
+            {"image": COUNTING, "meta": {"id": -(2**63) - 1}},
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -375,7 +392,7 @@ def assert_ended(row: Row, outcome: Outcome) -> None:
 def test_an_unreadable_message_is_refused_alone(
     running: Running, row: Row, parts: tuple[bytes, ...], kind: int, request: pytest.FixtureRequest
 ) -> None:
-    """Its sender is told the code, or it is counted; the messages before and after it on the connection run."""
+    """Its sender is told the code, and it is counted; the messages before and after it run."""
     plant, stream = running.plant, request.node.name[-100:]
     counted_before = plant.status()["misbehaved_by_code"].get(row.code, 0)
     address = plant.endpoints.frames if kind == zmq.DEALER else plant.endpoints.intake

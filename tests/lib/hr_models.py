@@ -103,6 +103,24 @@ def probability_map() -> onnx.ModelProto:
     )
 
 
+def pixels() -> onnx.ModelProto:
+    """Every pixel as the model saw it: x float32 [n, 3, h, w] -> pixels, the same."""
+    return _model(
+        [helper.make_node("Identity", ["x"], ["pixels"])],
+        [_value("x", ["n", 3, "h", "w"])],
+        [_value("pixels", ["n", 3, "h", "w"])],
+    )
+
+
+def tensor_as_it_is(length: int = 4, kind: int = TensorProto.FLOAT) -> onnx.ModelProto:
+    """A plain tensor model that gives back what it was given: x [n, length] -> same."""
+    return _model(
+        [helper.make_node("Identity", ["x"], ["same"])],
+        [_value("x", ["n", length], kind)],
+        [_value("same", ["n", length], kind)],
+    )
+
+
 def row_mixing() -> onnx.ModelProto:
     """A bad model: each row of a batch is shifted by the mean over the batch."""
     return _model(
