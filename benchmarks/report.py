@@ -37,6 +37,31 @@ class Budget:
         """Return a budget that holds when value >= limit."""
         return cls(name, value, limit, "min", value >= limit)
 
+    @classmethod
+    def at_most(cls, name: str, value: float, limit: float) -> Budget:
+        """Return a budget that holds when value <= limit."""
+        return cls(name, value, limit, "max", value <= limit)
+
+
+def _commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def _machine() -> dict[str, Cell]:
+    return {
+        "system": platform.system(),
+        "arch": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -46,8 +71,8 @@ class Report:
     rounds: tuple[dict[str, float], ...]
     tables: tuple[Table, ...]
     budgets: tuple[Budget, ...]
-    commit: str = field(default_factory=lambda: _commit())
-    machine: dict[str, Cell] = field(default_factory=lambda: _machine())
+    commit: str = field(default_factory=_commit)
+    machine: dict[str, Cell] = field(default_factory=_machine)
 
 
 def print_report(report: Report) -> None:
@@ -71,26 +96,6 @@ def write_json(report: Report, path: Path) -> None:
 
 def _text(cell: Cell) -> str:
     return f"{cell:,.2f}" if isinstance(cell, float) else str(cell)
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"
-
-
-def _machine() -> dict[str, Cell]:
-    return {
-        "system": platform.system(),
-        "arch": platform.machine(),
-        "python": platform.python_version(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
 
 
 def median(values: Sequence[float]) -> float:
