@@ -1,4 +1,4 @@
-"""`python -m benchmarks NAME [--json FILE] [--quick]`."""
+"""`python -m benchmarks NAME [--json FILE] [--quick] [--minutes N]`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.report import print_report, write_json
 
 #: Name -> module with ``run(quick: bool) -> Report`` and a docstring that says what it measures.
-BENCHMARKS = ("scale",)
+BENCHMARKS = ("transport", "core", "mean", "compute", "latency", "goodput", "soak", "scale")
 
 
 def main() -> int:
@@ -19,8 +19,12 @@ def main() -> int:
     parser.add_argument("name", choices=BENCHMARKS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as one JSON object")
     parser.add_argument("--quick", action="store_true", help="one short round: to see that it runs")
+    parser.add_argument("--minutes", type=float, metavar="N", help="length of soak (default 60)")
     args = parser.parse_args()
-    report = importlib.import_module(f"benchmarks.{args.name}").run(quick=args.quick)
+    if args.minutes is not None and args.name != "soak":
+        parser.error("--minutes is the length of soak")
+    options = {} if args.minutes is None else {"minutes": args.minutes}
+    report = importlib.import_module(f"benchmarks.{args.name}").run(quick=args.quick, **options)
     print_report(report)
     if args.json is not None:
         write_json(report, args.json)
