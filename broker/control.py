@@ -125,7 +125,7 @@ class Control:
             page, result["streams_next"] = _page(streams, after, MAX_STREAMS_PER_PAGE)
             result["streams"] = page
             if with_earlier and self._journal is not None:
-                result["earlier_boots"] = list[Value](self._journal.earlier_boots)
+                result["earlier_boots"] = [[boot, one] for boot, one in self._journal.earlier_boots.items()]
                 result["earlier"] = {name: earlier[name] for name in page if name in earlier}
         return Reply(request.id, result)
 

@@ -257,9 +257,9 @@ class Journal:
     # -- reading ------------------------------------------------------------------------------------
 
     @property
-    def earlier_boots(self) -> list[int]:
-        """Return the complete earlier boots, the oldest first."""
-        return [boot for boot, number in self._boots.items() if number in self._complete]
+    def earlier_boots(self) -> dict[int, bool]:
+        """Return the earlier boots, the oldest first, and whether each is complete."""
+        return {boot: number in self._complete for boot, number in self._boots.items()}
 
     def positions(self, topics: Iterable[str]) -> dict[str, list[list[int]]]:
         """Return [boot, oldest kept pub_seq, next pub_seq] of each earlier boot, the oldest first, for every

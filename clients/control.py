@@ -76,10 +76,11 @@ class Control:
             params: dict[str, Value] = {"topics": listed}
             if after:
                 params["streams_after"] = after
-            boot, page, after = read_positions(self._reply("positions", params, timeout).result)
-            positions.update(page)
+            page = read_positions(self._reply("positions", params, timeout).result)
+            positions.update(page.streams)
+            after = page.after
             if not after:
-                return boot, positions
+                return page.boot, positions
 
     def replay(
         self, stream: str, boot: int, first: int, last: int, timeout: float | None = None

@@ -111,4 +111,26 @@ class Deliver:
     item: Outcome | Missed
 
 
+# -- requests under way ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """A replay of pub_seq ``first`` to ``end - 1`` was asked for."""
+
+    stream: str
+    boot: int
+    first: int
+    end: int
+    asked_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionsAsked:
+    """A page of positions was asked for; ``has_earlier``: with what the journal has of earlier boots."""
+
+    asked_ns: int
+    has_earlier: bool
+
+
 Action: TypeAlias = Connect | Disconnect | Subscribe | Ask | Deliver

@@ -10,7 +10,8 @@ by an outcome that comes too early, or by positions (a lost tail), and fetched o
 page and only while the reader has room; meanwhile later outcomes are held back, up to a bound, beyond
 which they are dropped and become part of what is fetched. What the broker no longer has is yielded as
 Missed. A stream that is quiet is asked about twice a second. A new boot id means a new broker: its
-pub_seq start at 0, and frames that it runs a second time are recognised.
+pub_seq start at 0, and frames that it runs a second time are recognised. Before its outcomes are yielded it
+is asked which earlier boots its journal can serve: the rest of those is fetched and yielded first.
 
     AWAY --> Connect --> CONNECTING --Connected--> CONFIRMING --topics, positions--> OPEN
       ^                      |                         |                              |
@@ -22,13 +23,12 @@ In mode ``latest`` a gap is skipped and counted, never fetched, except for the n
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
 from headrace.clients.backoff import Backoff
-from headrace.clients.positions import read_positions
+from headrace.clients.positions import read_positions, spans_since
 from headrace.clients.records import Missed, MissedReason
-from headrace.clients.stream_state import StreamState, outcome_bytes
+from headrace.clients.stream_state import MAX_HELD_COUNT, Counts, StreamState, outcome_bytes
 from headrace.clients.subscriber_events import (
     Action,
     Answered,
@@ -39,7 +39,9 @@ from headrace.clients.subscriber_events import (
     Disconnect,
     Disconnected,
     Event,
+    Fetch,
     Mode,
+    PositionsAsked,
     Published,
     Start,
     State,
@@ -80,38 +82,11 @@ FETCH_COUNT = 64
 FETCH_BYTES = 1024 * 1024
 MAX_FETCHES = 4
 
-#: Outcomes held back behind gaps, all streams together.
-MAX_HELD_COUNT = 1_024
-MAX_HELD_BYTES = 64 * 1024 * 1024
+#: Boots of the broker that a session remembers to have seen.
+MAX_BOOTS = 64
 
 #: Topics of one subscriber: what one positions request may name.
 MAX_TOPICS = 1_024
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetch:
-    stream: str
-    boot: int
-    first: int
-    end: int
-    asked_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Positions:
-    asked_ns: int
-
-
-@dataclass(slots=True)
-class Counts:
-    """Cumulative counts of the session."""
-
-    missed: int = 0
-    missed_unknown: int = 0
-    skipped: int = 0
-    duplicates: int = 0
-    fetched: int = 0
-    sessions: int = 0
 
 
 class SubscriberSession:
@@ -140,12 +115,13 @@ class SubscriberSession:
         self._streams: dict[str, StreamState] = {}
         self._gaps: dict[str, None] = {}
         self._unconfirmed: dict[bytes, int] = {}
-        self._pending: dict[int, _Fetch | _Positions] = {}
+        self._pending: dict[int, Fetch | PositionsAsked] = {}
         self._last_id = 0
         self._has_begun = False
         self._has_room = True
-        self._held_count = 0
-        self._held_bytes = 0
+        self._boots: dict[int, None] = {}  # seen so far, in order
+        self._is_settled = False  # whether the broker has said what its journal has of earlier boots
+        self._earlier: dict[str, dict[int, int]] = {}  # gathered page by page until then
         self._retry_ns = 0
         self._next_poll_ns = 0
 
@@ -173,12 +149,12 @@ class SubscriberSession:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the session contradicts itself (a bug of ours)."""
-        held = [outcome for state in self._streams.values() for outcome in state.held.values()]
-        if len(held) != self._held_count or outcome_bytes(held) != self._held_bytes:
-            raise AssertionError(f"{len(held)} outcomes held, {self._held_count} counted")
-        fetches = [each for each in self._pending.values() if isinstance(each, _Fetch)]
-        if len(fetches) > MAX_FETCHES or self._held_count > MAX_HELD_COUNT:
-            raise AssertionError(f"{len(fetches)} fetches, {self._held_count} held: over the bound")
+        held = [outcome for state in self._streams.values() for outcome in state.all_held()]
+        if len(held) != self.counts.held or outcome_bytes(held) != self.counts.held_bytes:
+            raise AssertionError(f"{len(held)} outcomes held, {self.counts.held} counted")
+        fetches = [each for each in self._pending.values() if isinstance(each, Fetch)]
+        if len(fetches) > MAX_FETCHES or self.counts.held > MAX_HELD_COUNT:
+            raise AssertionError(f"{len(fetches)} fetches, {self.counts.held} held: over the bound")
         for state in self._streams.values():
             if state.next_pub_seq is not None and any(seq <= state.next_pub_seq for seq in state.held):
                 raise AssertionError(f"stream {state.stream} holds what it could yield")
@@ -254,117 +230,127 @@ class SubscriberSession:
                 # Others' confirmations under a prefix of ours come by as well.
                 if self._unconfirmed.pop(topic, None) is None:
                     return []
-                actions = self._see_boot(boot)
+                actions = self._see_boot(boot, now_ns)
                 if not self._unconfirmed and self.state is State.CONFIRMING:
                     actions.append(self._ask_positions("", now_ns))
                 return actions
             case Outcomes(outcomes):
                 actions = []
                 for outcome in outcomes:
-                    actions += self._see_boot(outcome.boot)
-                    actions += self._take_outcome(outcome, now_ns)
+                    actions += self._see_boot(outcome.boot, now_ns)
+                    state = self._state_of(outcome.stream, now_ns)
+                    state.heard_ns = now_ns
+                    if outcome.boot == state.boot:
+                        actions += self._take_outcome(state, outcome)
+                    else:
+                        state.hold(outcome)
                 return actions
             case _:
                 assert_never(message)
 
-    def _take_outcome(self, outcome: Outcome, now_ns: int) -> list[Action]:
-        state = self._state_of(outcome.stream, outcome.boot, now_ns)
-        state.heard_ns = now_ns
+    def _take_outcome(self, state: StreamState, outcome: Outcome) -> list[Action]:
+        """Take an outcome of the boot that the stream is read in."""
         pub_seq = outcome.pub_seq
-        state.known_end = max(state.known_end, pub_seq + 1)
-        if state.next_pub_seq is None:
-            return self._hold(state, outcome)
-        if pub_seq < state.next_pub_seq:
+        state.note_end(outcome.boot, pub_seq + 1)
+        next_pub_seq = state.next_pub_seq
+        if next_pub_seq is not None and pub_seq < next_pub_seq:
             return []
-        if pub_seq > state.next_pub_seq:
-            if not self._is_latest:
-                return self._hold(state, outcome)
-            self.counts.skipped += pub_seq - state.next_pub_seq
-            self._drop_held(state, pub_seq + 1)
-        return self._yield_from(state, outcome)
-
-    def _hold(self, state: StreamState, outcome: Outcome) -> list[Action]:
-        """Keep an outcome that comes too early. Where there is no room it is dropped: it is then a part
-        of the gap and fetched with it."""
-        nbytes = outcome_bytes([outcome])
-        self._gaps[state.stream] = None
-        if (
-            outcome.pub_seq in state.held
-            or self._held_count >= MAX_HELD_COUNT
-            or self._held_bytes + nbytes > MAX_HELD_BYTES
-        ):
+        if next_pub_seq is None or (pub_seq > next_pub_seq and not self._is_latest):
+            self._gaps[state.stream] = None
+            state.hold(outcome)
             return []
-        state.held[outcome.pub_seq] = outcome
-        self._held_count += 1
-        self._held_bytes += nbytes
-        return []
+        if pub_seq > next_pub_seq:
+            self.counts.skipped += pub_seq - next_pub_seq
+            state.drop_held_below(pub_seq + 1)
+        return [*_deliver(state.take(outcome)), *self._go_on(state)]
 
-    def _yield_from(self, state: StreamState, outcome: Outcome) -> list[Action]:
-        """Yield the outcome that is next and what was held behind it, but no frame's second run."""
-        taken = state.take(outcome)
-        self._held_count -= len(taken) - 1
-        self._held_bytes -= outcome_bytes(taken[1:])
-        fresh = [each for each in taken if state.is_new(each)]
-        self.counts.duplicates += len(taken) - len(fresh)
-        return [Deliver(each) for each in fresh]
+    def _go_on(self, state: StreamState) -> list[Action]:
+        """Go on with what was held, and with the next boot when this one is read to its end."""
+        return self._yield(state, [*state.take_held(), *state.advance()])
 
-    def _drop_held(self, state: StreamState, below: int) -> None:
-        dropped = state.drop_held_below(below)
-        self._held_count -= len(dropped)
-        self._held_bytes -= outcome_bytes(dropped)
-
-    def _yield_held(self, state: StreamState) -> list[Action]:
-        if state.next_pub_seq is None:
-            return []
-        self._drop_held(state, state.next_pub_seq)
-        following = state.held.pop(state.next_pub_seq, None)
-        if following is None:
-            return []
-        self._held_count -= 1
-        self._held_bytes -= outcome_bytes([following])
-        return self._yield_from(state, following)
+    def _yield(self, state: StreamState, items: list[Outcome | Missed]) -> list[Action]:
+        for item in items:
+            if isinstance(item, Missed):
+                self.counts.missed += item.count or 0
+                self.counts.missed_unknown += item.last is None
+        if state.gap is not None:
+            self._gaps[state.stream] = None
+        return _deliver(items)
 
     def _miss(self, state: StreamState, end: int, reason: MissedReason) -> list[Action]:
         """Give up what is next up to ``end`` (excluded), and go on with what was held behind it."""
         missed = state.miss(end, reason)
-        following = self._yield_held(state)
-        if self._is_latest:
-            self.counts.skipped += missed.count or 0
-            return following
-        self.counts.missed += missed.count or 0
-        return [Deliver(missed), *following]
+        if not self._is_latest:
+            return [*self._yield(state, [missed]), *self._go_on(state)]
+        self.counts.skipped += missed.count or 0
+        return self._go_on(state)
 
-    def _state_of(self, stream: str, boot: int, now_ns: int) -> StreamState:
+    def _state_of(self, stream: str, now_ns: int) -> StreamState:
         state = self._streams.get(stream)
         if state is None:
-            is_from_now = self._start is Start.NOW and not self._has_begun
-            state = StreamState(stream, boot, None if is_from_now else 0, now_ns)
+            is_known = (self._is_settled or self._is_latest) and not self._is_from_now
+            state = StreamState(
+                stream,
+                self.boot or 0,
+                0 if is_known else None,
+                now_ns,
+                self.counts,
+                is_told=not self._is_latest,
+            )
             self._streams[stream] = state
         return state
 
-    def _see_boot(self, boot: int) -> list[Action]:
-        """Notice a new broker: finish each stream under the old one."""
+    @property
+    def _is_from_now(self) -> bool:
+        return self._start is Start.NOW and not self._has_begun
+
+    # -- boots ---------------------------------------------------------------------------------------
+
+    def _see_boot(self, boot: int, now_ns: int) -> list[Action]:
+        """Notice a new broker: what is to be read before its outcomes has to be found out first."""
         if boot == self.boot:
             return []
         had_boot, self.boot = self.boot is not None, boot
+        self._boots[boot] = None
+        if len(self._boots) > MAX_BOOTS:
+            del self._boots[next(iter(self._boots))]
+        self._is_settled = False
+        self._earlier = {}
         if not had_boot:
             return []
         # Requests to the old broker can only be answered by the new one, about something else.
-        self._pending = {key: each for key, each in self._pending.items() if isinstance(each, _Positions)}
+        self._pending = {}
         self._gaps = {}
         actions: list[Action] = []
         for state in self._streams.values():
-            for item in state.leave_boot(boot, is_told=not self._is_latest):
-                if isinstance(item, Missed):
-                    self.counts.missed += item.count or 0
-                    self.counts.missed_unknown += item.last is None
-                actions.append(Deliver(item))
-        self._held_count = self._held_bytes = 0
+            state.see_boot(boot)
+            if self._is_latest and state.next_pub_seq is not None:
+                actions += self._yield(state, state.settle({}, {}, ()))
+        if self._is_latest:
+            return actions
+        return [self._ask_positions("", now_ns)] if self.state is State.OPEN else []
+
+    def _settle(self, boots: dict[int, bool]) -> list[Action]:
+        """Read what the journal has of earlier boots, and then the newest one."""
+        self._is_settled = True
+        seen = list(self._boots)
+        actions: list[Action] = []
+        for stream, state in self._streams.items():
+            spans = self._earlier.get(stream, {})
+            if state.next_pub_seq is None:
+                if self._start is Start.NOW:
+                    # A stream that came up after this subscriber did: all of it, but nothing from before.
+                    spans = {} if self._is_from_now else spans_since(spans, boots, self._boots)
+                left = []
+            else:
+                left = seen[: seen.index(state.boot)] if state.boot in self._boots else []
+            actions += self._yield(state, state.settle(spans, boots, left))
+        self._earlier = {}
         return actions
 
     # -- control -------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, params: dict[str, Value], pending: _Fetch | _Positions) -> Ask:
+    def _ask(self, method: str, params: dict[str, Value], pending: Fetch | PositionsAsked) -> Ask:
         self._last_id += 1
         self._pending[self._last_id] = pending
         return Ask(Request(self._last_id, method, params))
@@ -372,14 +358,17 @@ class SubscriberSession:
     def _ask_positions(self, after: str, now_ns: int) -> Ask:
         topics: list[Value] = [topic.decode() for topic in self.topics]
         params: dict[str, Value] = {"topics": topics}
+        has_earlier = not (self._is_settled or self._is_latest)
+        if has_earlier:
+            params["earlier"] = True
         if after:
             params["streams_after"] = after
-        return self._ask("positions", params, _Positions(now_ns))
+        return self._ask("positions", params, PositionsAsked(now_ns, has_earlier))
 
     def _poll_quiet_streams(self, now_ns: int) -> list[Action]:
         quiet_ns = max(QUIET_NS, POLL_PER_STREAM_NS * len(self._streams))
         self._next_poll_ns = now_ns + quiet_ns
-        if any(isinstance(pending, _Positions) for pending in self._pending.values()):
+        if any(isinstance(pending, PositionsAsked) for pending in self._pending.values()):
             return []
         if self._streams and all(now_ns - s.heard_ns < quiet_ns for s in self._streams.values()):
             return []
@@ -387,13 +376,13 @@ class SubscriberSession:
 
     def _fetch_gaps(self, now_ns: int) -> list[Action]:
         actions: list[Action] = []
-        fetch_count = sum(isinstance(each, _Fetch) for each in self._pending.values())
+        fetch_count = sum(isinstance(each, Fetch) for each in self._pending.values())
         for stream in tuple(self._gaps):
             if fetch_count >= MAX_FETCHES:
                 break
             state = self._streams[stream]
             gap = state.gap
-            if gap is None or state.fetch_id is not None:
+            if gap is None or state.fetch_id is not None or not state.is_fetchable:
                 if gap is None and state.next_pub_seq is not None:
                     del self._gaps[stream]
                 continue
@@ -405,7 +394,7 @@ class SubscriberSession:
                 "last": end - 1,
                 "max_bytes": FETCH_BYTES,
             }
-            actions.append(self._ask("replay", params, _Fetch(stream, state.boot, first, end, now_ns)))
+            actions.append(self._ask("replay", params, Fetch(stream, state.boot, first, end, now_ns)))
             state.fetch_id = self._last_id
             fetch_count += 1
         return actions
@@ -418,78 +407,86 @@ class SubscriberSession:
             return []
         pending = self._pending.pop(message.id, None)
         match pending, message:
-            case _Fetch(), ReplayReply():
+            case Fetch(), ReplayReply():
                 return self._take_replay(pending, message, now_ns)
-            case _Fetch(), Reply():
+            case Fetch(), Reply():
                 return self._give_up(pending)
-            case _Positions(), Reply(code=""):
-                return self._take_positions(message.result, now_ns)
-            case _Positions(), _:
+            case PositionsAsked(), Reply(code=""):
+                return self._take_positions(pending, message.result, now_ns)
+            case PositionsAsked(), _:
                 return self._go_away("the broker did not tell its positions", now_ns, is_closed=False)
             case _:
                 # The answer to a request of an earlier connection or boot.
                 return []
 
-    def _take_replay(self, fetch: _Fetch, reply: ReplayReply, now_ns: int) -> list[Action]:
+    def _take_replay(self, fetch: Fetch, reply: ReplayReply, now_ns: int) -> list[Action]:
         state = self._streams[fetch.stream]
         state.fetch_id = None
         state.heard_ns = now_ns
-        before = state.next_pub_seq
+        before = (state.boot, state.next_pub_seq)
         actions: list[Action] = []
         gone: list[tuple[int, Outcome | int]] = [(first, end) for first, end in reply.missed]
         had: list[tuple[int, Outcome | int]] = [(outcome.pub_seq, outcome) for outcome in reply.outcomes]
         for first, what in sorted(gone + had, key=lambda entry: entry[0]):
             if isinstance(what, int):
-                if state.next_pub_seq is not None and first <= state.next_pub_seq < what:
+                if (
+                    state.next_pub_seq is not None
+                    and fetch.boot == state.boot
+                    and first <= state.next_pub_seq < what
+                ):
                     actions += self._miss(state, min(what, fetch.end), MissedReason.LEFT_RING)
             elif what.stream == state.stream and what.boot == state.boot:
                 self.counts.fetched += 1
-                actions += self._take_outcome(what, now_ns)
-            actions += self._yield_held(state)
-        if state.next_pub_seq == before:
+                actions += self._take_outcome(state, what)
+        if (state.boot, state.next_pub_seq) == before:
             # An answer that moves nothing would be asked for again for ever.
             actions += self._give_up(fetch)
         return actions
 
-    def _give_up(self, fetch: _Fetch) -> list[Action]:
+    def _give_up(self, fetch: Fetch) -> list[Action]:
         """Yield what the broker would not tell as missed."""
         state = self._streams[fetch.stream]
         state.fetch_id = None
         gap = state.gap
-        if gap is None or gap[0] >= fetch.end:
+        if gap is None or gap[0] >= fetch.end or state.boot != fetch.boot:
             return []
         return self._miss(state, min(fetch.end, gap[1]), MissedReason.NO_ANSWER)
 
-    def _take_positions(self, result: dict[str, Value], now_ns: int) -> list[Action]:
+    def _take_positions(self, asked: PositionsAsked, result: dict[str, Value], now_ns: int) -> list[Action]:
         try:
-            boot, streams, after = read_positions(result)
+            page = read_positions(result)
         except RemoteProtocolError as error:
             return self._go_away(str(error), now_ns, is_closed=False)
-        actions = self._see_boot(boot)
-        for stream, next_pub_seq in streams.items():
+        is_new = self.boot not in {None, page.boot}
+        actions = self._see_boot(page.boot, now_ns)
+        if is_new and not self._is_latest:
+            # What was asked before was asked of another boot: begin again.
+            return actions or [self._ask_positions("", now_ns)]
+        self._earlier |= page.earlier
+        for stream, next_pub_seq in page.streams.items():
             actions += self._take_position(stream, next_pub_seq, now_ns)
-        if after:
-            actions.append(self._ask_positions(after, now_ns))
+        if page.after:
+            actions.append(self._ask_positions(page.after, now_ns))
             return actions
+        if asked.has_earlier and not self._is_settled:
+            actions += self._settle(page.earlier_boots)
+        for state in self._streams.values():
+            if state.next_pub_seq is None:
+                # A stream that came up after the positions were told begins at its beginning.
+                actions += self._yield(state, state.settle({}, {}, ()))
         if self.state is State.CONFIRMING:
             self.state = State.OPEN
             self.counts.sessions += 1
             self._has_begun = True
             self._next_poll_ns = now_ns + QUIET_NS
-            # A stream that came up after the positions were told begins at its beginning.
-            for state in self._streams.values():
-                if state.next_pub_seq is None:
-                    state.next_pub_seq = 0
-                    actions += self._yield_held(state)
         return actions
 
     def _take_position(self, stream: str, next_pub_seq: int, now_ns: int) -> list[Action]:
-        state = self._state_of(stream, self.boot or 0, now_ns)
-        state.known_end = max(state.known_end, next_pub_seq)
-        if state.next_pub_seq is None:
-            state.next_pub_seq = next_pub_seq
-            return self._yield_held(state)
-        if state.next_pub_seq >= next_pub_seq:
+        state = self._state_of(stream, now_ns)
+        if state.next_pub_seq is None and self._is_from_now:
+            return self._yield(state, [*state.begin(next_pub_seq)])
+        state.note_end(self.boot or 0, next_pub_seq)
+        if state.next_pub_seq is None or state.boot != self.boot or state.next_pub_seq >= next_pub_seq:
             return []
         if self._is_latest:
             # Only the newest is worth fetching.
@@ -497,3 +494,7 @@ class SubscriberSession:
             state.next_pub_seq = next_pub_seq - 1
         self._gaps[stream] = None
         return []
+
+
+def _deliver(items: Iterable[Outcome | Missed]) -> list[Action]:
+    return [Deliver(item) for item in items]

@@ -296,8 +296,7 @@ class HedgingSection(Section):
 
 
 class RetentionSection(Section):
-    """Outcomes kept after they were published, for subscribers that start late or have lost some: in memory,
-    and as many again in the file that `broker.journal` names."""
+    """Outcomes kept for subscribers that start late or have lost some: in memory, and as many in the journal."""
 
     frames_per_stream: int = key(1_024, "outcomes", "Outcomes kept per stream.", ge=1, le=100_000_000)
     max_bytes: int = key(256 * MIB, "bytes", "Outcomes kept, all streams together.", ge=1, le=2**50)

@@ -33,7 +33,11 @@ ENDPOINTS = Endpoints(1, "tcp://b:1", "tcp://b:2", "tcp://b:3", "tcp://b:4", "tc
 class ToyBroker:
     """One life of a broker with one producer connection."""
 
-    def __init__(self, boot: int, *, credit_count: int = 4, ring: int = 1_000) -> None:
+    def __init__(
+        self, boot: int, *, credit_count: int = 4, ring: int = 1_000, before: ToyBroker | None = None
+    ) -> None:
+        """``before`` is the broker whose journal this one goes on with; None = no journal."""
+        self.earlier: dict[int, ToyBroker] = {} if before is None else before.earlier | {before.boot: before}
         self.boot = boot
         self.published: list[Outcome] = []
         self.reject_seqs: frozenset[int] = frozenset()
@@ -131,13 +135,24 @@ class ToyBroker:
         params = request.params
         if request.method == "positions":
             streams = {s: [self._rings[s][0].pub_seq, n] for s, n in self._next_pub_seq.items()}
-            return Reply(request.id, {"boot": self.boot, "streams": streams, "streams_next": ""})  # type: ignore[dict-item]
+            result = {"boot": self.boot, "streams": streams, "streams_next": ""}
+            if params.get("earlier") and self.earlier:
+                result["earlier_boots"] = [[boot, True] for boot in self.earlier]
+                spans: dict[str, list[list[int]]] = {}
+                for boot, broker in self.earlier.items():
+                    for stream, end in broker._next_pub_seq.items():
+                        spans.setdefault(stream, []).append([boot, broker._rings[stream][0].pub_seq, end])
+                result["earlier"] = spans
+            return Reply(request.id, result)  # type: ignore[arg-type]
         assert request.method == "replay"
         stream, first, last = params["stream"], params["first"], params["last"]
         assert isinstance(stream, str)
         assert isinstance(first, int)
         assert isinstance(last, int)
-        if params["boot"] != self.boot:
+        boot = params["boot"]
+        if boot in self.earlier:
+            return self.earlier[boot].answer(request)
+        if boot != self.boot:
             return ReplayReply(request.id, (), ((first, last + 1),))
         ring = self._rings.get(stream, deque())
         oldest = ring[0].pub_seq if ring else self._next_pub_seq.get(stream, 0)

@@ -55,7 +55,7 @@ class Member:
         """Begin a life: ``python -P -m ARGUMENTS``."""
         assert self._popen is None, f"{self.name} runs already"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        paths = os.pathsep.join([*map(str, (TESTS / "e2e", TESTS / "lib")), kept.get("PYTHONPATH", "")])
+        paths = os.pathsep.join([*map(str, (TESTS / "e2e", TESTS / "lib")), *filter(None, [kept.get("PYTHONPATH")])])
         with self.errors.open("ab") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", *map(str, arguments)],

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from hr_toy_broker import ToyBroker
 
+from headrace.clients import stream_state
 from headrace.clients import subscriber_events as se
 from headrace.clients import subscriber_session as ss
 from headrace.clients.records import Missed, MissedReason
@@ -84,9 +85,9 @@ def test_opening_subscribes_waits_for_the_mark_and_asks_for_positions(session: s
 
     asked = session.handle(se.Published(TOPIC, Subscribed(1, "cam")), 3)
 
-    assert asked == [se.Ask(Request(1, "positions", {"topics": ["cam\0"]}))]
+    assert asked == [se.Ask(Request(1, "positions", {"topics": ["cam\0"], "earlier": True}))]
     assert session.handle(positions(1, after="cam"), 4) == [
-        se.Ask(Request(2, "positions", {"topics": ["cam\0"], "streams_after": "cam"}))
+        se.Ask(Request(2, "positions", {"topics": ["cam\0"], "earlier": True, "streams_after": "cam"}))
     ]
     assert session.handle(positions(2), 5) == []
     assert session.state is se.State.OPEN
@@ -201,21 +202,21 @@ def test_a_reader_without_room_fetches_nothing(session: ss.SubscriberSession) ->
 def test_what_can_not_be_held_is_fetched_later(session: ss.SubscriberSession) -> None:
     """Beyond the bound early outcomes are dropped and become part of the gap."""
     open_session(session)
-    last = ss.MAX_HELD_COUNT + 5
+    last = stream_state.MAX_HELD_COUNT + 5
     session.handle(published(*range(1, last + 1)), 1)
     session.check_invariants()
     assert session.handle(TICK, 2) == [replay_of(0, 0, 2)]
 
     got = session.handle(replayed(2, 0), 3)
 
-    assert got == delivered(*range(ss.MAX_HELD_COUNT + 1))
-    assert session.handle(TICK, 4) == [replay_of(ss.MAX_HELD_COUNT + 1, last, 3)]
+    assert got == delivered(*range(stream_state.MAX_HELD_COUNT + 1))
+    assert session.handle(TICK, 4) == [replay_of(stream_state.MAX_HELD_COUNT + 1, last, 3)]
 
 
 def test_held_bytes_are_bounded(session: ss.SubscriberSession) -> None:
     """A few outcomes of many bytes count as much as many of few."""
     open_session(session)
-    half = ss.MAX_HELD_BYTES // 2 + 1
+    half = stream_state.MAX_HELD_BYTES // 2 + 1
     big = (outcome(1, nbytes=half), outcome(2, nbytes=half))
 
     session.handle(se.Published(TOPIC, Outcomes(big)), 1)
@@ -280,7 +281,10 @@ def test_a_new_boot_ends_the_old_one_in_order(session: ss.SubscriberSession) -> 
     open_session(session)
     session.handle(published(0, 2), 1)
 
-    actions = session.handle(published(0, boot=5), 2)
+    (ask,) = session.handle(published(0, boot=5), 2)
+    assert ask == se.Ask(Request(2, "positions", {"topics": ["cam\0"], "earlier": True}))
+    assert session.handle(TICK, 3) == []
+    actions = session.handle(positions(2, boot=5, cam=1), 4)
 
     assert actions == [
         se.Deliver(Missed("cam", 1, 1, 1, MissedReason.NEW_BOOT)),
@@ -288,9 +292,147 @@ def test_a_new_boot_ends_the_old_one_in_order(session: ss.SubscriberSession) -> 
         se.Deliver(Missed("cam", 1, 3, None, MissedReason.NEW_BOOT)),
     ]
     assert session.counts.duplicates == 1
-    assert session.handle(published(1, boot=5), 3) == delivered(1, boot=5)
+    assert session.handle(published(1, boot=5), 5) == delivered(1, boot=5)
     assert session.counts.missed_unknown == 1
     assert session.boot == 5
+
+
+def earlier_positions(
+    request_id: int,
+    boots: dict[int, bool],
+    spans: dict[str, list[list[int]]],
+    *,
+    boot: int,
+    **next_pub_seqs: int,
+) -> se.Answered:
+    """An answer of a broker with a journal."""
+    result = {
+        "boot": boot,
+        "streams": {stream: [0, number] for stream, number in next_pub_seqs.items()},
+        "streams_next": "",
+        "earlier_boots": [[one, is_complete] for one, is_complete in boots.items()],
+        "earlier": spans,
+    }
+    return se.Answered(Reply(request_id, result))  # type: ignore[arg-type]
+
+
+def replayed_of(request_id: int, boot: int, *pub_seqs: int, first_seq: int = 0) -> se.Answered:
+    outcomes = tuple(outcome(n, boot=boot, seq=first_seq + n) for n in pub_seqs)
+    return se.Answered(ReplayReply(request_id, outcomes))
+
+
+def live(boot: int, *pub_seqs: int, first_seq: int) -> se.Published:
+    outcomes = tuple(outcome(n, boot=boot, seq=first_seq + n) for n in pub_seqs)
+    return se.Published(TOPIC, Outcomes(outcomes))
+
+
+def items_of(actions: list[se.Action]) -> list[tuple[int, int, int | None]]:
+    """(boot, first, last) of what was delivered; last is None for an outcome."""
+    found: list[tuple[int, int, int | None]] = []
+    for action in actions:
+        if isinstance(action, se.Deliver):
+            item = action.item
+            is_missed = isinstance(item, Missed)
+            found.append((item.boot, item.first, item.last) if is_missed else (item.boot, item.pub_seq, None))  # type: ignore[union-attr]
+    return found
+
+
+def test_the_rest_of_an_earlier_boot_comes_from_the_journal_first(session: ss.SubscriberSession) -> None:
+    """What was recorded and not seen is fetched under its own boot; the new boot's outcomes wait for it."""
+    open_session(session)
+    session.handle(published(0, 1), 1)
+    (ask,) = session.handle(live(5, 0, 1, first_seq=4), 2)
+    assert isinstance(ask, se.Ask)
+
+    assert session.handle(earlier_positions(2, {1: True}, {"cam": [[1, 0, 4]]}, boot=5, cam=2), 3) == []
+    assert session.handle(TICK, 4) == [replay_of(2, 3, 3)]
+    got = session.handle(replayed_of(3, 1, 2, 3), 5)
+
+    assert items_of(got) == [(1, 2, None), (1, 3, None), (5, 0, None), (5, 1, None)]
+    assert session.counts.missed_unknown == 0
+    assert items_of(session.handle(live(5, 2, first_seq=4), 6)) == [(5, 2, None)]
+
+
+@pytest.mark.parametrize(
+    ("boots", "spans", "expected"),
+    [
+        ({1: True}, [[1, 0, 2]], [(5, 0, None)]),
+        ({1: True}, [], [(5, 0, None)]),
+        ({1: False}, [[1, 0, 2]], [(5, 0, None)]),
+        ({1: False}, [], [(1, 2, None), (5, 0, None)]),
+        ({}, [], [(1, 2, None), (5, 0, None)]),
+    ],
+    ids=["read to its end", "complete, no span", "a span is enough", "stream was dropped", "no journal"],
+)
+def test_a_boot_that_was_read_to_its_end_has_no_hole(
+    session: ss.SubscriberSession,
+    boots: dict[int, bool],
+    spans: list[list[int]],
+    expected: list[tuple[int, int, int | None]],
+) -> None:
+    """Missed with an unknown end is told only when nobody can tell where the earlier boot ended."""
+    open_session(session)
+    session.handle(published(0, 1), 1)
+    session.handle(live(5, 0, first_seq=2), 2)
+
+    actions = session.handle(earlier_positions(2, boots, {"cam": spans} if spans else {}, boot=5, cam=1), 3)
+
+    assert items_of(actions) == expected
+
+
+def test_several_boots_are_read_in_order(session: ss.SubscriberSession) -> None:
+    """Two restarts while the subscriber was away: the tail of the first boot, all of the second, the third."""
+    open_session(session)
+    session.handle(published(0), 1)
+    session.handle(se.Disconnected("broker died"), 2)
+    session.handle(TICK, 3)
+    session.handle(se.Connected(), 4)
+    (ask,) = session.handle(se.Published(TOPIC, Subscribed(7, "cam")), 5)
+    assert isinstance(ask, se.Ask)
+    spans = {"cam": [[9, 0, 5], [1, 0, 2], [6, 0, 1]]}
+
+    session.handle(earlier_positions(ask.request.id, {9: True, 1: True, 6: True}, spans, boot=7, cam=1), 6)
+
+    assert session.handle(TICK, 7) == [replay_of(1, 1, 3)]
+    assert items_of(session.handle(replayed_of(3, 1, 1), 8)) == [(1, 1, None)]
+    assert session.handle(TICK, 9) == [replay_of(0, 0, 4, boot=6)]
+    assert items_of(session.handle(replayed_of(4, 6, 0, first_seq=2), 10)) == [(6, 0, None)]
+    assert session.handle(TICK, 11) == [replay_of(0, 0, 5, boot=7)]
+    assert items_of(session.handle(replayed_of(5, 7, 0, first_seq=3), 12)) == [(7, 0, None)]
+    assert session.behind_count == 0
+
+
+@pytest.mark.parametrize(
+    ("start", "expected"),
+    [(se.Start.EARLIEST, [replay_of(0, 1, 2)]), (se.Start.NOW, [])],
+)
+def test_starting_earliest_reaches_into_the_journal(start: se.Start, expected: list[se.Action]) -> None:
+    """A subscriber that starts after the restart gets the earlier boots too; one that starts now does not."""
+    session = ss.SubscriberSession([TOPIC], start=start)
+    session.handle(TICK, 0)
+    session.handle(se.Connected(), 0)
+    session.handle(se.Published(TOPIC, Subscribed(5, "cam")), 0)
+    session.handle(live(5, 1, first_seq=2), 0)
+
+    actions = session.handle(earlier_positions(1, {1: True}, {"cam": [[1, 0, 2]]}, boot=5, cam=1), 1)
+
+    assert items_of(actions) == ([] if start is se.Start.EARLIEST else [(5, 1, None)])
+    assert session.handle(TICK, 2) == expected
+    session.check_invariants()
+
+
+def test_starting_now_gets_all_of_a_stream_that_came_up_before_the_restart() -> None:
+    """Its outcome was recorded and the broker killed before it was published: it is new to the subscriber."""
+    session = ss.SubscriberSession([TOPIC], start=se.Start.NOW)
+    open_session(session)
+
+    (ask,) = session.handle(live(5, 0, first_seq=1), 1)
+    assert isinstance(ask, se.Ask)
+    spans = {"cam": [[9, 0, 3], [1, 0, 1]]}
+    assert session.handle(earlier_positions(2, {9: True, 1: True}, spans, boot=5, cam=1), 2) == []
+
+    assert session.handle(TICK, 3) == [replay_of(0, 0, 3)]
+    assert items_of(session.handle(replayed_of(3, 1, 0), 4)) == [(1, 0, None), (5, 0, None)]
 
 
 def test_within_one_boot_equal_names_are_not_duplicates(session: ss.SubscriberSession) -> None:
@@ -353,6 +495,10 @@ def test_a_broker_that_does_not_answer_is_left(session: ss.SubscriberSession) ->
         Reply(1, {"boot": "x", "streams": {}}),
         Reply(1, {"boot": 1, "streams": {"cam": [0]}}),
         Reply(1, {"boot": 1, "streams": {"cam": [0, -1]}}),
+        Reply(1, {"boot": 1, "streams": {}, "earlier_boots": [7]}),
+        Reply(1, {"boot": 1, "streams": {}, "earlier": [7]}),
+        Reply(1, {"boot": 1, "streams": {}, "earlier": {"cam": 7}}),
+        Reply(1, {"boot": 1, "streams": {}, "earlier": {"cam": [[7, 0, -1]]}}),
         ReplayReply(1, ()),
     ],
 )
@@ -377,11 +523,16 @@ def test_events_out_of_place_change_nothing(session: ss.SubscriberSession, event
     assert session.state is se.State.AWAY
 
 
-@pytest.mark.parametrize("mode", [se.Mode.EVERY, se.Mode.LATEST])
+@pytest.mark.parametrize(
+    ("mode", "has_journal"),
+    [(se.Mode.EVERY, False), (se.Mode.LATEST, False), (se.Mode.EVERY, True)],
+    ids=["every", "latest", "every, with a journal"],
+)
 @pytest.mark.parametrize("seed", range(40))
-def test_every_outcome_is_yielded_once_or_told_as_missed(seed: int, mode: se.Mode) -> None:
+def test_every_outcome_is_yielded_once_or_told_as_missed(seed: int, mode: se.Mode, has_journal: bool) -> None:
     """Random loss of results, cut connections, new boots, a small ring, a reader that stalls: per stream
-    and boot the yielded pub_seqs and Missed ranges tile the line from 0 to the last outcome."""
+    and boot the yielded pub_seqs and Missed ranges tile the line from 0 to the last outcome. With a journal
+    they do so for every boot, and nothing is left open."""
     rng = random.Random(seed)
     session = ss.SubscriberSession([b""], mode=mode, start=se.Start.EARLIEST, jitter=rng.random())
     broker = ToyBroker(1, ring=rng.choice([5, 1_000]))
@@ -415,10 +566,11 @@ def test_every_outcome_is_yielded_once_or_told_as_missed(seed: int, mode: se.Mod
         now += rng.randrange(1, 60) * MS
         is_healed = step > 900
         roll = rng.random()
+        is_run_again = rng.random() < 0.1 and not has_journal  # it knows what was finished
         if roll < 0.3 and not is_healed:
             stream = rng.choice(["a", "b"])
             seq = len(names)
-            if names and rng.random() < 0.1:  # run again after a restart: the same name under a new boot
+            if names and is_run_again:  # run again after a restart: the same name under a new boot
                 stream, seq = rng.choice(names)
             names.append((stream, seq))
             message = broker.publish(stream, seq)
@@ -429,7 +581,8 @@ def test_every_outcome_is_yielded_once_or_told_as_missed(seed: int, mode: se.Mod
             handle(se.Disconnected("cut"))
             results.clear()
         elif roll < 0.34 and not is_healed:
-            broker = ToyBroker(broker.boot + 1, ring=rng.choice([5, 1_000]))
+            before = broker if has_journal else None
+            broker = ToyBroker(broker.boot + 1, ring=rng.choice([5, 1_000]), before=before)
             handle(se.Disconnected("broker died"))
             results.clear()
         elif roll < 0.6 and results:
@@ -455,8 +608,9 @@ def test_every_outcome_is_yielded_once_or_told_as_missed(seed: int, mode: se.Mod
                 assert item.pub_seq == expected
             by_boot[key] = item.pub_seq + 1
     assert session.behind_count == 0
+    assert not (has_journal and session.counts.missed_unknown)
     for (boot, stream), end in ends.items():
-        if boot == broker.boot and not session.counts.duplicates:
+        if (boot == broker.boot or has_journal) and not session.counts.duplicates:
             assert by_boot.get((boot, stream)) == end, f"seed {seed}: stream {stream} ends early"
     boots_of_name: dict[tuple[str, int, int], set[int]] = {}
     for item in items:
