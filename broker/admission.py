@@ -8,9 +8,6 @@ name that is known is a frame sent again: it changes nothing but who is told of 
 checks, cheapest and most final first; the first that fails refuses the frame with a code and a sentence
 that holds value and limit. A refused frame is finished: it is published, told to its sender, remembered,
 and changes nothing else.
-
-A check whether the frame will make its deadline, from the cost table, belongs at the end of
-``_check_room``.
 """
 
 from __future__ import annotations
@@ -18,23 +15,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from headrace.broker.actions import Action, SendReject
+from headrace.broker.forecast import MIN_RETRY_MS, UNKNOWN_RETRY_MS
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.outcomes import OutcomeLog, RefusedFrame
 from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
-from headrace.broker.quarantine import Quarantine
 from headrace.broker.records import End, FrameRecord, Refusal
+from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
 from headrace.broker.stream_table import EpochHistory, Stream, StreamTable
 from headrace.broker.trace import Story
 from headrace.errors import Code
 from headrace.protocol.messages import BadFrame, Frame, Keep, Reject, ShmRef, Status
-
-#: retry_after_ms is kept between these: sooner only adds load, later only adds latency.
-MIN_RETRY_MS = 10
-MAX_RETRY_MS = 10_000
-
-#: retry_after_ms before any batch of the class was done.
-UNKNOWN_RETRY_MS = 1_000
 
 #: Refused frames of streams without a place in the table that are remembered (about 400 bytes each).
 MAX_STRAYS = 10_000
@@ -66,7 +57,7 @@ class Admission:
         streams: StreamTable,
         producers: ProducerRegistry,
         outcomes: OutcomeLog,
-        quarantine: Quarantine,
+        room: Room,
         story: Story,
     ) -> None:
         self._boot = boot
@@ -76,7 +67,7 @@ class Admission:
         self._streams = streams
         self._producers = producers
         self._outcomes = outcomes
-        self._quarantine = quarantine
+        self._room = room
         self._story = story
         self._last_number = 0
         self._strays: dict[tuple[str, int, int | None], Refusal] = {}
@@ -256,32 +247,28 @@ class Admission:
     def _judge(self, arrival: _Arrival, frame: Frame, history: EpochHistory) -> ServedClass | Refusal:
         if self.is_draining:
             return Refusal(Code.DRAINING, "the broker is stopping: it admits nothing more")
-        refusal = self._check_sender(arrival, history)
+        refusal = self._check_sender(arrival, frame, history)
         if refusal is not None:
             return refusal
         place = self._find_place(frame)
         if isinstance(place, Refusal):
             return place
-        if self._quarantine:
-            left_ns = self._quarantine.find(place.model, place.version, frame, arrival.now_ns)
-            if left_ns is not None:
-                return Refusal(
-                    Code.POISON_FRAME,
-                    f"a frame with this content took down workers of {place.model}: it is refused for now",
-                    -(-left_ns // 1_000_000),
-                )
-        return self._check_room(arrival, frame, place) or place
+        return self._room.find_fault(arrival.stream, frame, place, arrival.now_ns) or place
 
-    def _check_sender(self, arrival: _Arrival, history: EpochHistory) -> Refusal | None:
+    def _check_sender(self, arrival: _Arrival, frame: Frame, history: EpochHistory) -> Refusal | None:
         session, stream = arrival.session, arrival.stream
         if session is not None:
             unfinished = session.received - session.finished
             if unfinished > self._settings.credits_per_producer:
+                place = self._find_place(frame)
+                retry_ms = MIN_RETRY_MS
+                if isinstance(place, ServedClass):
+                    retry_ms = self._room.retry_ms(place, arrival.now_ns)
                 return Refusal(
                     Code.CREDIT_EXCEEDED,
                     f"{unfinished} frames of this producer are unfinished:"
                     f" it has {self._settings.credits_per_producer} credits",
-                    MIN_RETRY_MS,
+                    retry_ms,
                 )
         if stream.owner_epoch is not None and stream.owner_epoch != arrival.epoch:
             retry_ms = self._owned_for_ms(stream, arrival.now_ns)
@@ -313,7 +300,7 @@ class Admission:
                 Code.OUT_OF_RANGE,
                 f"priority is {frame.priority}: expected 0 to {limits.priority_levels - 1}",
             )
-        largest = min(limits.max_frame_bytes, self._settings.max_bytes)
+        largest = min(limits.max_frame_bytes, self._room.max_bytes(frame.priority))
         if frame.nbytes > largest:
             return Refusal(Code.FRAME_TOO_LARGE, f"{frame.nbytes} bytes: the limit is {largest}")
         if isinstance(frame.payload, ShmRef):
@@ -333,54 +320,12 @@ class Admission:
         place = model.placer.place(frame)
         return place if isinstance(place, Refusal) else model.classes[place.name]
 
-    def _check_room(self, arrival: _Arrival, frame: Frame, served: ServedClass) -> Refusal | None:
-        """Check every bound, as if the waiting frame that this one supersedes were gone already."""
-        settings, stream = self._settings, arrival.stream
-        old = stream.latest if frame.keep is Keep.LATEST else None
-        is_same_class = old is not None and _class_key(old) == _served_key(served)
-        unfinished = len(stream.order)
-        if unfinished >= settings.max_unfinished_per_stream:
-            return Refusal(
-                Code.STREAM_QUEUE_FULL,
-                f"stream {stream.name} has {unfinished} unfinished frames, the limit"
-                " (max_unfinished_per_stream)",
-                _retry_ms(served),
-            )
-        waiting = served.queue.stream_count(stream.name) - is_same_class
-        if waiting >= settings.max_queued_per_stream:
-            return Refusal(
-                Code.STREAM_QUEUE_FULL,
-                f"{waiting} frames of stream {stream.name} wait in size class {served.spec.name}, the limit"
-                " (max_queued_per_stream)",
-                _retry_ms(served),
-            )
-        queued = served.waiting_count - is_same_class
-        if 0 < served.max_queue_size <= queued:
-            return Refusal(
-                Code.QUEUE_FULL,
-                f"{queued} frames wait in size class {served.spec.name} of {served.model}, the limit"
-                " (max_queue_size)",
-                _retry_ms(served),
-            )
-        # A superseded frame gives its bytes back at once only if no other frame of its stream is before it.
-        freed = old.nbytes if old is not None and stream.order[0] is old else 0
-        used = self._outcomes.unfinished_bytes - freed
-        if used + frame.nbytes > settings.max_bytes:
-            return Refusal(
-                Code.BYTES_FULL,
-                f"{used} bytes of unfinished frames and {frame.nbytes} more exceed the limit"
-                f" {settings.max_bytes} (max_bytes)",
-                _retry_ms(served),
-            )
-        return None
-
     # -- in -----------------------------------------------------------------------------------------
 
     def _enter(self, arrival: _Arrival, frame: Frame, served: ServedClass, actions: list[Action]) -> None:
         stream, now_ns = arrival.stream, arrival.now_ns
         if frame.seq is None or frame.epoch is None:
             frame = replace(frame, seq=arrival.seq, epoch=arrival.epoch)
-        ttl_ms = self._settings.default_timeout_ms if frame.ttl_ms is None else frame.ttl_ms
         self._last_number += 1
         record = FrameRecord(
             number=self._last_number,
@@ -391,7 +336,7 @@ class Admission:
             size_class=served.spec.name,
             priority=frame.priority,
             received_ns=now_ns,
-            deadline_ns=None if ttl_ms is None else now_ns + ttl_ms * 1_000_000,
+            deadline_ns=self._room.deadline_ns(frame, now_ns),
             nbytes=frame.nbytes,
             epoch=arrival.epoch,
             seq=arrival.seq,
@@ -419,7 +364,7 @@ class Admission:
         if old is None:
             served.queue.push(record, now_ns)
             return
-        if _class_key(old) == _served_key(served) and old.priority == record.priority:
+        if served.holds(old) and old.priority == record.priority:
             served.queue.replace(old, record, now_ns)
             waited_in = served
         else:
@@ -443,21 +388,6 @@ class Admission:
         stream.owner_epoch = arrival.epoch
         if session is not None:
             session.streams[stream.name] = None
-
-
-def _class_key(record: FrameRecord) -> tuple[str, str, str]:
-    return record.model, record.version, record.size_class
-
-
-def _served_key(served: ServedClass) -> tuple[str, str, str]:
-    return served.model, served.version, served.spec.name
-
-
-def _retry_ms(served: ServedClass) -> int:
-    """Return when room is likely: after the next batch of the class."""
-    if served.turnaround_ns == 0:
-        return UNKNOWN_RETRY_MS
-    return min(max(served.turnaround_ns // 1_000_000, MIN_RETRY_MS), MAX_RETRY_MS)
 
 
 def _reject_of(name: str, epoch: int, seq: int, refusal: Refusal) -> Reject:

@@ -28,6 +28,7 @@ from headrace.broker.admission import Admission
 from headrace.broker.batch_ends import BatchEnds
 from headrace.broker.costs import CostTable
 from headrace.broker.dispatch import Dispatcher
+from headrace.broker.forecast import Forecast
 from headrace.broker.heartbeats import Heartbeats, Pulse
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import Ledger
@@ -38,6 +39,7 @@ from headrace.broker.quarantine import Quarantine
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
 from headrace.broker.restored import RestoredStream
+from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
 from headrace.broker.status import status_of
 from headrace.broker.stream_table import StreamTable
@@ -84,6 +86,10 @@ class BrokerCore:
         self.costs = CostTable()
         self.outcomes = OutcomeLog(boot, settings, self.streams, self.producers, self._story)
         self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames)
+        self.dispatcher = Dispatcher(
+            settings, self.models, self.costs, self.ledger, self.hedges, self.streams, self._story
+        )
+        forecast = Forecast(self.models, self.dispatcher.pools, self.costs)
         self.admission = Admission(
             boot,
             settings,
@@ -91,11 +97,8 @@ class BrokerCore:
             self.streams,
             self.producers,
             self.outcomes,
-            self.quarantine,
+            Room(settings, self.outcomes, self.quarantine, forecast),
             self._story,
-        )
-        self.dispatcher = Dispatcher(
-            settings, self.models, self.costs, self.ledger, self.hedges, self.streams, self._story
         )
         self.recovery = Recovery(
             settings.max_attempts, self.streams, self.outcomes, self.quarantine, self._story

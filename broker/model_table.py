@@ -46,6 +46,14 @@ class ServedClass:
         """Return how many frames wait, suspects included."""
         return len(self.queue) + len(self.suspects)
 
+    def holds(self, record: FrameRecord | None) -> bool:
+        """Return True for a frame of this class."""
+        return record is not None and (record.model, record.version, record.size_class) == (
+            self.model,
+            self.version,
+            self.spec.name,
+        )
+
 
 @dataclass(slots=True, eq=False)
 class ServedModel:

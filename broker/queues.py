@@ -19,6 +19,7 @@ at most ``ageing_ns`` plus ceil((frames aged before it + 1) / share) / r, whatev
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -69,7 +70,8 @@ class _LazyHeap:
 
 
 class _PriorityQueue:
-    """Frames of one priority. ``virtual`` is the fairness tag of the frame taken last."""
+    """Frames of one priority. ``virtual`` is the fairness tag of the frame taken last, ``deadlines`` are
+    those of the waiting frames, ascending."""
 
     def __init__(self) -> None:
         self.heap = _LazyHeap()
@@ -77,6 +79,7 @@ class _PriorityQueue:
         self.last_tag: dict[str, int] = {}
         self._prune_above = _REBUILD_ABOVE
         self.waiting: dict[str, int] = {}
+        self.deadlines: list[int] = []
 
     def tag_for(self, stream: str) -> int:
         tag = max(self.virtual, self.last_tag.get(stream, -1) + 1)
@@ -92,10 +95,14 @@ class _PriorityQueue:
         stream = record.frame.stream
         self.waiting[stream] = self.waiting.get(stream, 0) + 1
         self.heap.push(record.order, record)
+        if record.deadline_ns is not None:
+            insort(self.deadlines, record.deadline_ns)
 
     def drop(self, record: FrameRecord) -> None:
         stream = record.frame.stream
         self.heap.discard(record)
+        if record.deadline_ns is not None:
+            del self.deadlines[bisect_left(self.deadlines, record.deadline_ns)]
         left = self.waiting[stream] - 1
         if left:
             self.waiting[stream] = left
@@ -263,6 +270,16 @@ class ClassQueue:
         """Return how many frames of a stream wait here."""
         return self._streams.get(stream, 0)
 
+    def count_from(self, priority: int) -> int:
+        """Return how many frames of a priority or above wait in the heaps."""
+        return sum(len(queue.heap) for queue in self._queues[priority:])
+
+    def count_ahead(self, priority: int, deadline_ns: int) -> int:
+        """Return how many frames would be taken before one of this priority and deadline that came now,
+        ageing left out: higher priorities, and its own with a deadline that is not later."""
+        ahead = self.count_from(priority + 1) + bisect_right(self._queues[priority].deadlines, deadline_ns)
+        return ahead + sum(len(batch) for batch in self._exact)
+
     def oldest_ns(self) -> int | None:
         """Return since when the longest waiting frame (or the place it inherited) waits, None without one."""
         times = [top[0][0] for heap in (self._young, *self._aged) if (top := heap.peek()) is not None]
@@ -313,6 +330,9 @@ class ClassQueue:
         aged = sum(len(heap) for heap in self._aged)
         if len(self._young) + aged != in_heaps:
             raise AssertionError(f"{len(self._young)} young + {aged} aged != {in_heaps} waiting")
+        deadlines = sum(len(q.deadlines) for q in self._queues)
+        if deadlines != len(self._deadlines):
+            raise AssertionError(f"{deadlines} deadlines by priority, {len(self._deadlines)} in all")
         by_stream: dict[str, int] = {}
         for record in records:
             by_stream[record.frame.stream] = by_stream.get(record.frame.stream, 0) + 1

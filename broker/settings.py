@@ -43,7 +43,10 @@ class CoreSettings:
 
     # Admission.
     default_timeout_ms: int | None = None  # deadline of a frame that brings no ttl_ms
+    check_deadlines: bool = True  # refuse a frame that is predicted to be done after its deadline
     max_bytes: int = 512 * 1024 * 1024  # payload bytes of all unfinished frames
+    priority_reserve_frames: int = 64  # room of each higher priority in a class that is full (room.py)
+    priority_bytes_share: float = 0.0625  # of max_bytes, kept from the lowest priority
     max_streams: int = 10_000
     max_producers: int = 1_000
     max_workers: int = 1_024

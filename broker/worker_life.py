@@ -133,7 +133,7 @@ class WorkerLife:
                 cost_ns = self._costs.predict_ns(
                     worker.id, profile.name, profile.version, served.spec.name, min(limits)
                 )
-                services[served.index] = Service(served, min(limits), cost_ns)
+                services[served.index] = Service(served, min(limits), cost_ns, bool(described.buckets))
         return services
 
     def leave(self, peer: bytes, now_ns: int, actions: list[Action]) -> None:

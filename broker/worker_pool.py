@@ -20,6 +20,10 @@ from headrace.broker.worker_registry import Service, Worker, WorkerState
 _SWEEP_FACTOR = 4
 _SWEEP_ABOVE = 64
 
+#: The rate of a pool is reckoned anew after this: it moves with the learned costs, and all workers are
+#: looked at for it.
+_RATE_KEEP_NS = 50_000_000
+
 _Heap = list[tuple[int, int, int, Worker]]
 
 
@@ -34,6 +38,8 @@ class ClassPool:
         self._idle: _Heap = []
         self._open: _Heap = []
         self._busy: _Heap = []
+        self._rate = 0.0
+        self._rate_until_ns: int | None = None
 
     def service(self, worker: Worker) -> Service:
         """Return what a worker of this pool can do for the class."""
@@ -64,6 +70,26 @@ class ClassPool:
         """Return the busy worker, free slot or not, that would finish one more batch first."""
         return _peek(self._busy, now_ns)
 
+    def frames_per_ns(self, now_ns: int) -> float:
+        """Return how fast all workers together run full batches, those left out that are overdue or whose
+        costs are not known."""
+        if self._rate_until_ns is None or now_ns >= self._rate_until_ns:
+            self._rate_until_ns = now_ns + _RATE_KEEP_NS
+            self._rate = 0.0
+            for worker in self.workers.values():
+                service = self.service(worker)
+                if service.is_measured and (not worker.in_flight or now_ns < worker.overdue_ns):
+                    self._rate += service.max_batch_size / max(service.cost_ns, 1)
+        return self._rate
+
+    def change(self, worker: Worker, *, is_in: bool) -> None:
+        """Let a worker in or out."""
+        self._rate_until_ns = None
+        if is_in:
+            self.workers[worker.index] = worker
+        else:
+            self.workers.pop(worker.index, None)
+
     def _enter(self, heap: _Heap, key_ns: int, worker: Worker) -> None:
         if len(heap) > _SWEEP_ABOVE and len(heap) > _SWEEP_FACTOR * len(self.workers):
             heap[:] = [entry for entry in heap if entry[3].stamp == entry[2]]
@@ -87,13 +113,13 @@ class WorkerPools:
     def join(self, worker: Worker) -> None:
         """A worker has become READY."""
         for service in worker.services.values():
-            self.of(service.served).workers[worker.index] = worker
+            self.of(service.served).change(worker, is_in=True)
         self.touch(worker)
 
     def leave(self, worker: Worker) -> None:
         """A worker takes no more batches: it left, was lost, or sends another READY."""
         for service in worker.services.values():
-            self.of(service.served).workers.pop(worker.index, None)
+            self.of(service.served).change(worker, is_in=False)
         self.unreserve(worker)
         worker.stamp += 1
 

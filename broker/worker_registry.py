@@ -36,11 +36,13 @@ class WorkerState(Enum):
 
 @dataclass(slots=True)
 class Service:
-    """What a worker can run of one size class. ``cost_ns`` is the predicted time of a full batch."""
+    """What a worker can run of one size class. ``cost_ns`` is the predicted time of a full batch;
+    ``is_measured``: by a profile, not by our guess."""
 
     served: ServedClass
     max_batch_size: int
     cost_ns: int
+    is_measured: bool
 
 
 @dataclass(slots=True, eq=False)

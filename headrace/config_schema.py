@@ -162,6 +162,20 @@ class AdmissionSection(Section):
         ge=1,
         le=2**50,
     )
+    priority_bytes_share: float = key(
+        0.0625,
+        "share",
+        "Part of `max_bytes` that the lowest priority can't fill and the highest can; those between"
+        " in equal steps. So ordinary frames never keep urgent ones out.",
+        ge=0,
+        le=0.9,
+    )
+    check_deadlines: bool = key(
+        True,
+        "on/off",
+        "Reject a frame (`wont_make_it`) that would be done after its deadline, by the measured run times of"
+        " what is before it. Off = it waits, and expires.",
+    )
     max_streams: int = key(10_000, "streams", "Streams remembered at once.", ge=1, le=10_000_000)
     max_producers: int = key(1_000, "producers", "Producers connected at once.", ge=1, le=1_000_000)
     max_workers: int = key(1_024, "workers", "Workers registered at once.", ge=1, le=1_000_000)
@@ -237,6 +251,14 @@ class QueuesSection(Section):
         " together; 0 = bounded by `admission.max_bytes` alone.",
         ge=0,
         le=100_000_000,
+    )
+    priority_reserve_frames: int = key(
+        64,
+        "frames",
+        "Room in a size class that is full (`max_queue_size`): a frame of priority 1 or higher is still"
+        " admitted while fewer than this many of its priority and above wait there.",
+        ge=0,
+        le=1_000_000,
     )
     ageing_ms: int = key(
         1_000,

@@ -140,14 +140,12 @@ def test_byte_budget_counts_unfinished_frames_only() -> None:
     driver.core.check_invariants()
 
 
-def test_retry_after_follows_the_last_batch() -> None:
-    """``retry_after_ms`` is about when the next batch of the class will be done."""
+def test_retry_after_comes_from_the_cost_table() -> None:
+    """``retry_after_ms`` is the time in which the workers run one batch of the class."""
     driver = make(policy=SMALL_QUEUE)
-    driver.join_worker(slots=1)
+    driver.join_worker(slots=1, per_batch_ms=40)
     driver.push(hr.frame(seq=0))
-    sent = hr.batches(driver.tick())
-    driver.now_ns += 40 * hr.MS
-    driver.done(sent[0], ran_ms=40)
+    driver.tick()
     driver.push(*[hr.frame(seq=seq) for seq in range(1, 4)])
 
     actions = driver.push(hr.frame(seq=4))

@@ -209,7 +209,7 @@ class TestDeadlines:
 
     def test_deadline_is_acted_on_while_every_worker_is_busy(self) -> None:
         """BAT-05: the worker is busy for 10 s; a frame with 1 s to live expires at 1 s and never runs."""
-        driver = make()
+        driver = make(check_deadlines=False)
         driver.join_worker(slots=1, per_batch_ms=10_000)
         driver.push(hr.frame("a", 0))
         driver.tick()
@@ -226,9 +226,10 @@ class TestDeadlines:
         assert "1000 ms" in hr.outcomes(driver.actions)[0].message
         driver.core.check_invariants()
 
-    def test_frames_that_nobody_waits_for_are_not_run(self) -> None:
+    @pytest.mark.parametrize("check_deadlines", [False, True], ids=["expire", "refused"])
+    def test_frames_that_nobody_waits_for_are_not_run(self, check_deadlines: bool) -> None:
         """BAT-06: 1,000 frames with 200 ms at 20 frames a second: at most 4 and one batch reach the model."""
-        driver = make(1, ClassPolicy(max_queue_size=2_000))
+        driver = make(1, ClassPolicy(max_queue_size=2_000), check_deadlines=check_deadlines)
         driver.join_worker(per_batch_ms=50)
         emulation = Emulation(driver, {b"w1": 50})
 
@@ -236,7 +237,9 @@ class TestDeadlines:
         emulation.until(driver.now_ns + 5_000 * hr.MS)
 
         assert sum(emulation.sizes()) <= 5
-        assert driver.core.account.ok + driver.core.account.expired == 1_000
+        account = driver.core.account
+        assert account.ok + account.expired + account.rejected == 1_000
+        assert (account.rejected > 0) == check_deadlines
         driver.core.check_invariants()
 
     def test_default_time_to_live_is_for_frames_without_one(self) -> None:
