@@ -42,6 +42,11 @@ from headrace.workers.process import WorkerSettings, make_shell
 #: Long enough for the frames of one message to share a batch, short enough not to be felt.
 WINDOW = ClassPolicy("window", 20.0)
 
+ADAPTIVE = ClassPolicy()
+
+#: Frames of one message: the protocol's default limit.
+MAX_BUNDLE = 256
+
 #: One class, so that all frames of a case can share a batch.
 CLASS = SizeClassSpec("small", 48, 64, max_batch_size=8)
 
@@ -84,6 +89,12 @@ class ThreadWorker:
 
     def _main(self) -> None:
         self.exit_code = self._shell.run()
+
+    def run_to_its_end(self) -> int | None:
+        """Start it and return the code it ends with by itself."""
+        self._thread.start()
+        self._thread.join(TIMEOUT_S)
+        return self.exit_code
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -155,12 +166,14 @@ class Plant:
     def endpoints(self) -> Endpoints:
         return self.broker.endpoints
 
-    def outcomes(self, *frames: Frame) -> list[Outcome]:
-        """Send frames as one message on stream ``cam``; return their outcomes in the order of the frames."""
+    def outcomes(self, *frames: Frame, bundle: int = MAX_BUNDLE) -> list[Outcome]:
+        """Send frames on stream ``cam``, up to ``bundle`` of them in one message; return their outcomes in
+        the order of the frames."""
         first = self._next_seq
         self._next_seq += len(frames)
         numbered = [replace(f, stream="cam", seq=first + i, epoch=1) for i, f in enumerate(frames)]
-        self.producer.send(Frames(tuple(numbered)))
+        for start in range(0, len(numbered), bundle):
+            self.producer.send(Frames(tuple(numbered[start : start + bundle])))
         return self.collect(*(("cam", first + i) for i in range(len(frames))))
 
     def collect(self, *frames: tuple[str, int], epoch: int = 1) -> list[Outcome]:
