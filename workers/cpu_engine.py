@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 #: Time that the measurements of one model may take at start-up, all size classes together.
 PROFILE_BUDGET_MS = 3000
 
+#: Input of the largest batch that is run for measuring. Any size class may name a batch of thousands; the
+#: front end makes float32 of the rows, four times as much, and a 720p batch of 16 still fits.
+MAX_PROBE_BYTES = 64 * 1024 * 1024
+
 
 @dataclass(slots=True)
 class _CpuModel:
@@ -201,12 +205,19 @@ def _measure_class(
     fixed = loaded.io.batch > 1
     largest = min(served.size_class.max_batch_size, batching.largest)
     buckets = (loaded.io.batch,) if fixed else buckets_up_to(largest)
-    rows = join_rows([probe_row(served.plans, 0, open_length)] * buckets[-1])
+    row = probe_row(served.plans, 0, open_length)
+    row_bytes = sum(array.nbytes for array in row.values())
+    joined: dict[int, Rows] = {}
 
     def run(bucket: int) -> None:
-        _run_checked(loaded, served, {name: array[:bucket] for name, array in rows.items()})
+        if bucket not in joined:
+            joined.clear()
+            joined[bucket] = join_rows([row] * bucket)
+        _run_checked(loaded, served, joined[bucket])
 
-    measured, estimated = measure_buckets(run, buckets, budget_ns)
+    measured, estimated = measure_buckets(
+        run, buckets, budget_ns, largest_run=max(1, MAX_PROBE_BYTES // row_bytes)
+    )
     if estimated:
         listed = ", ".join(str(bucket) for bucket in estimated)
         notes.append(

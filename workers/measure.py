@@ -32,11 +32,14 @@ def measure_buckets(
     buckets: Sequence[int],
     budget_ns: int,
     clock: Callable[[], int] = time.perf_counter_ns,
+    *,
+    largest_run: int | None = None,
 ) -> tuple[tuple[tuple[int, float], ...], tuple[int, ...]]:
-    """Time ``run(bucket)`` for each bucket, ascending.
+    """Time ``run(bucket)`` for each bucket, ascending, up to ``largest_run`` rows.
 
     Returns the median milliseconds per bucket, and the buckets that were not run because the budget was
-    spent: their figure is the last measured one scaled by rows. The first bucket is always run.
+    spent or they are larger: their figure is the last measured one scaled by rows. The first bucket is
+    always run.
     """
     started_ns = clock()
     measured: list[tuple[int, float]] = []
@@ -45,7 +48,8 @@ def measure_buckets(
         if measured:
             last_bucket, last_ms = measured[-1]
             expected_ns = last_ms * 1e6 * bucket / last_bucket
-            if clock() - started_ns + expected_ns > budget_ns:
+            is_too_large = largest_run is not None and bucket > largest_run
+            if is_too_large or clock() - started_ns + expected_ns > budget_ns:
                 estimated.append(bucket)
                 measured.append((bucket, last_ms * bucket / last_bucket))
                 continue

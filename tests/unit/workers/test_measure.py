@@ -35,6 +35,19 @@ def test_buckets_are_powers_of_two_and_the_largest(largest: int, buckets: tuple[
     assert buckets_up_to(largest) == buckets
 
 
+def test_buckets_above_the_largest_run_are_estimated() -> None:
+    """BAT-11: a limit of thousands of rows is never run, so nothing is allocated for it."""
+    device = _Device(row_ms=0.001)
+
+    measured, estimated = measure_buckets(
+        device.run, buckets_up_to(4096), 10_000 * MS, device.clock, largest_run=16
+    )
+
+    assert max(device.runs) == 16
+    assert estimated == (32, 64, 128, 256, 512, 1024, 2048, 4096)
+    assert dict(measured)[4096] == pytest.approx(4.096)
+
+
 def test_a_fast_model_is_measured_at_every_bucket() -> None:
     """The warm-up run is not counted, and each bucket is timed a few times."""
     device = _Device(row_ms=1.0)
