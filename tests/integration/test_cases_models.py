@@ -26,9 +26,6 @@ from headrace.protocol.messages import Frame, Outcome, SizeClassSpec, Status
 FIVE = range(1, 6)
 EIGHT = range(1, 9)
 
-#: How much longer than the crowd a lone frame may wait on a busy machine.
-SLACK_US = 50_000
-
 
 def numbered(numbers: range | list[int]) -> list[Frame]:
     return [hr_worker.raw_frame(hp.solid(number, number, number)) for number in numbers]

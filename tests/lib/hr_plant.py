@@ -44,6 +44,9 @@ WINDOW = ClassPolicy("window", 20.0)
 
 ADAPTIVE = ClassPolicy()
 
+#: How much longer than by the clock alone something may take on a busy machine.
+SLACK_US = 50_000
+
 #: Frames of one message: the protocol's default limit.
 MAX_BUNDLE = 256
 
