@@ -5,18 +5,25 @@ written at once; those that follow within the interval are counted. The count is
 the interval is over, by the next log call of any kind or by :func:`flush`, so that an error a frame
 costs two lines an interval, never a full disk. A kind is the level, the event and the values named in
 SUBJECT_KEYS; its other values may differ.
+
+No log call raises because of where its line goes: a process does its work with a full disk, and when the
+reader of its pipe has left. Lines that could not be written are counted, and the count is written once that is
+possible again.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import logging
+import os
 import sys
 import threading
 import time
 from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TextIO, TypeAlias, cast
 
 import structlog
 
@@ -81,10 +88,56 @@ class RepeatFilter:
         return summaries
 
 
+class _Sink:
+    """A text stream that never raises. ``lost_count`` lines could not be written since it was last taken."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._lost_count = 0
+        self._is_broken = False
+
+    def write(self, line: str) -> None:
+        """Write one line and flush, or count it."""
+        try:
+            self._stream.write(line)
+            self._stream.flush()
+            self._is_broken = False
+        except (OSError, ValueError) as error:  # ValueError: somebody closed the stream
+            self._lost_count += 1
+            self._is_broken = True
+            if isinstance(error, OSError) and error.errno == errno.EPIPE:
+                quiet(self._stream)
+
+    def flush(self) -> None:
+        """Do nothing: write() flushes."""
+
+    def take_lost(self) -> int:
+        """Return the lines lost so far and forget them, if telling of them has a chance; else 0."""
+        if self._is_broken:
+            return 0
+        lost_count, self._lost_count = self._lost_count, 0
+        return lost_count
+
+
+def quiet(stream: TextIO) -> None:
+    """Send what is written to a stream from now on to nowhere: the reader of its pipe has left for good.
+
+    Otherwise Python would try once more to write what it has buffered when the process ends, and turn its exit
+    code into 120.
+    """
+    with contextlib.suppress(OSError, ValueError):  # no descriptor: nothing to redirect
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(nowhere, stream.fileno())
+        finally:
+            os.close(nowhere)
+
+
 class _Repeats:
     """The structlog processor around RepeatFilter; writes summaries through the same chain."""
 
-    def __init__(self, interval_ms: int) -> None:
+    def __init__(self, interval_ms: int, sink: _Sink) -> None:
+        self._sink = sink
         self._filter = RepeatFilter(interval_ms * 1_000_000)
         self._interval_s = interval_ms / 1_000
         self._lock = threading.Lock()
@@ -106,7 +159,10 @@ class _Repeats:
 
     def flush(self, *, is_final: bool) -> None:
         with self._lock:
+            lost_count = self._sink.take_lost()
             summaries = self._filter.due(time.monotonic_ns(), is_final=is_final)
+        if lost_count:
+            structlog.get_logger().warning("log lines lost", lines_count=lost_count, _is_summary=True)
         for summary in summaries:
             values: dict[str, object] = dict(summary.subject)
             values |= {
@@ -136,7 +192,8 @@ def configure(
         renderer = structlog.dev.ConsoleRenderer(colors=target.isatty())
     else:
         renderer = structlog.processors.JSONRenderer(default=str)
-    _repeats = _Repeats(summary_ms)
+    sink = _Sink(target)
+    _repeats = _Repeats(summary_ms, sink)
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -148,7 +205,7 @@ def configure(
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
-        logger_factory=structlog.WriteLoggerFactory(file=target),
+        logger_factory=structlog.WriteLoggerFactory(file=cast("TextIO", sink)),
         cache_logger_on_first_use=False,
     )
     atexit.unregister(flush)

@@ -16,6 +16,7 @@ import click
 
 from headrace import __version__, logs
 from headrace.cli import broker, demo, push, status, up, watch, worker
+from headrace.cli.common import put, say
 from headrace.errors import HeadraceError
 from headrace.exit_codes import ExitCode, exit_code_of
 
@@ -87,10 +88,10 @@ def main() -> None:
 
 def _report(error: Exception, line: str) -> None:
     if os.environ.get("HEADRACE_DEBUG", "") not in {"", "0"}:
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        put("".join(traceback.format_exception(error)))
     _say(" ".join(line.split()))
 
 
 def _say(line: str) -> None:
     logs.flush()  # so that counts of repeated log lines do not push the reason off the end
-    click.echo(f"headrace: {line}", err=True)
+    say(f"headrace: {line}")

@@ -132,7 +132,15 @@ def write_line(text: str) -> None:
 
 def say(text: str) -> None:
     """Write a line for a person to stderr."""
-    click.echo(text, err=True)
+    put(text + "\n")
+
+
+def put(text: str) -> None:
+    """Write to stderr, at once. Nobody there to read it is no reason to stop."""
+    try:
+        click.echo(text, err=True, nl=False)
+    except OSError:
+        logs.quiet(sys.stderr)
 
 
 def _plain(value: object) -> object:

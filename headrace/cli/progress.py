@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Callable
 
+from headrace.cli.common import put
+
 TERMINAL_INTERVAL_S = 0.2
 PLAIN_INTERVAL_S = 5.0
 
@@ -27,15 +29,13 @@ class ProgressLine:
         self._shown_s = now_s
         text = make_text()
         if self._is_terminal:
-            sys.stderr.write("\r" + text.ljust(self._width))
+            put("\r" + text.ljust(self._width))
             self._width = len(text)
         else:
-            sys.stderr.write(text + "\n")
-        sys.stderr.flush()
+            put(text + "\n")
 
     def clear(self) -> None:
         """Take the line away, so that the result stands alone."""
         if self._is_terminal and self._width:
-            sys.stderr.write("\r" + " " * self._width + "\r")
-            sys.stderr.flush()
+            put("\r" + " " * self._width + "\r")
             self._width = 0

@@ -337,3 +337,28 @@ def test_up_as_process_one_ends_on_sigterm(config_path: Path) -> None:
             assert outer.wait(10) == ExitCode.OK
         finally:
             outer.kill()
+
+
+@pytest.mark.parametrize("lines_count", [0, 1, 2])
+def test_a_broker_outlives_the_reader_of_its_output(config_path: Path, lines_count: int) -> None:
+    """`headrace broker 2>&1 | head -1`: it goes on serving, stops when asked to, and ends with 0."""
+    ready_file = config_path.with_name("ready.json")
+    broker = subprocess.Popen(
+        hr_cli.command("broker", "--config", config_path, "--ready-file", ready_file, "--log-level", "debug"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        assert broker.stdout is not None
+        for _ in range(lines_count):
+            assert broker.stdout.readline()
+        broker.stdout.close()
+        hr_cli.wait_until(ready_file.exists)
+        address = json.loads(ready_file.read_text())["endpoints"]["frames"]
+
+        assert ready_workers(address) == 0
+        broker.send_signal(signal.SIGTERM)
+        assert broker.wait(10) == ExitCode.OK
+    finally:
+        broker.kill()
+        broker.wait()

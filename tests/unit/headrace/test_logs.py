@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -114,6 +116,60 @@ def test_two_processes_that_fail_alike_are_both_named(stream: io.StringIO) -> No
         "worker-0",
         "worker-1",
     ]
+
+
+class FullDisk(io.StringIO):
+    """A stream that can't be written to for a while."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_stops_nothing_and_lost_lines_are_counted() -> None:
+    """No call raises; once there is space again, the second line says how many are missing."""
+    stream = FullDisk()
+    logs.configure(style="json", stream=stream)
+    log = structlog.get_logger()
+
+    stream.is_full = True
+    for number in range(3):
+        log.info("worker ready", number=number)
+    stream.is_full = False
+    log.info("worker ready", number=3)
+    log.info("worker ready", number=4)
+
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line.get("number"), line.get("lines_count")) for line in lines] == [
+        ("worker ready", 3, None),
+        ("log lines lost", None, 3),
+        ("worker ready", 4, None),
+    ]
+
+
+def test_a_closed_stream_stops_nothing() -> None:
+    """Somebody closed it under the log's feet."""
+    stream = io.StringIO()
+    logs.configure(style="json", stream=stream)
+    stream.close()
+
+    structlog.get_logger().error("batch failed")
+    logs.flush()
+
+
+def test_a_pipe_without_reader_is_replaced_by_nothing() -> None:
+    """Neither this line nor the buffers at the end of the process meet the pipe again."""
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as stream:
+        logs.configure(style="json", stream=stream)
+        os.close(reader)
+
+        structlog.get_logger().info("worker ready")
+
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull
 
 
 def test_information_is_never_left_out(stream: io.StringIO) -> None:
