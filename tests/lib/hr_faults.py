@@ -45,9 +45,14 @@ def start_worker(
     )
 
 
-def start_workers(processes: Processes, broker: BrokerProcess, count: int) -> list[Running]:
-    """Start workers with our hooks and wait until they serve."""
-    started = [start_worker(processes, broker, "--id", f"w{number}") for number in range(count)]
+def start_workers(
+    processes: Processes, broker: BrokerProcess, count: int, *arguments: object, **settings: object
+) -> list[Running]:
+    """Start workers w0, w1 ... with our hooks and wait until they serve."""
+    started = [
+        start_worker(processes, broker, "--id", f"w{number}", *arguments, **settings)
+        for number in range(count)
+    ]
     broker.wait_workers(count)
     return started
 
