@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -27,7 +28,7 @@ def test_runs_equal_a_set_and_changes_rebuild_them(seed: int) -> None:
 
         assert [seq for seq in range(60) if seq in finished] == sorted(seqs)
         assert finished.runs == sorted(table.items())
-        assert all(before[1] + 1 < after[0] for before, after in zip(finished.runs, finished.runs[1:]))  # noqa: B905, RUF007
+        assert all(before[1] + 1 < after[0] for before, after in pairwise(finished.runs))
     assert finished.last == max(seqs)
 
 
