@@ -80,13 +80,15 @@ class WorkerLife:
         self, peer: bytes, hello: WorkerHello, holder: Worker, now_ns: int, actions: list[Action]
     ) -> None:
         claim = self._workers.claims.get(holder.id)
-        if claim is not None and claim.hello.instance != hello.instance:
-            self._refuse_id(peer, holder, actions)
-            return
         until_ns = now_ns + int(self._beats.interval_ns * PROBE_INTERVALS)
-        self._workers.claims[holder.id] = Claim(peer, hello, until_ns)
         if claim is None:
             actions.append(SendHeartbeat(holder.peer, is_worker=True))
+        elif claim.hello.instance != hello.instance:
+            # The newest claim stands: a worker that was killed twice in a row has left one behind. The probe
+            # is under way already, and its time is not begun anew, however many come.
+            until_ns = claim.until_ns
+            self._refuse_id(claim.peer, holder, actions)
+        self._workers.claims[holder.id] = Claim(peer, hello, until_ns)
 
     def _add_worker(self, peer: bytes, hello: WorkerHello, now_ns: int, actions: list[Action]) -> None:
         if len(self._workers) >= self._max_workers:

@@ -496,18 +496,30 @@ class TestIds:
         assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w2"]
         assert list(driver.core.workers.by_peer) == [b"w2"]
 
-    def test_third_claimant_is_refused_at_once(self, driver: hr.CoreDriver) -> None:
-        """One claim at a time; the claimant's own reconnect keeps its claim."""
+    def test_newest_claim_stands(self, driver: hr.CoreDriver) -> None:
+        """A worker killed twice within one probe is served: its second life's claim gives way to the third's.
+        The claimant's own reconnect keeps its claim, and the probe's time is not begun anew."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+        driver.tick()
+        driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
+        driver.wait(1_000)
+
+        third = driver.send(events.WorkerArrived(b"w3", hr.hello("w", 3)))
+        actions = driver.wait(250)
+
+        assert refusals(third) == [(b"w2", "id_in_use", True)]
+        assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w3"]
+
+    def test_claimant_that_reconnects_keeps_its_claim(self, driver: hr.CoreDriver) -> None:
+        """It is the same process on a new connection."""
         driver.join_worker(b"w1", worker="w", instance=1)
         driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
 
-        third = driver.send(events.WorkerArrived(b"w3", hr.hello("w", 3)))
-        again = driver.send(events.WorkerArrived(b"w4", hr.hello("w", 2)))
+        again = driver.send(events.WorkerArrived(b"w3", hr.hello("w", 2)))
         actions = driver.send(events.PeerUnreachable(b"w1"))
 
-        assert refusals(third) == [(b"w3", "id_in_use", True)]
         assert again == []
-        assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w4"]
+        assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w3"]
 
     @pytest.mark.parametrize("event", [events.PeerUnreachable(b"w2"), events.WorkerLeft(b"w2")])
     def test_claimant_that_leaves_gives_its_claim_up(
