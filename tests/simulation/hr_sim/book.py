@@ -8,7 +8,7 @@ from typing import NamedTuple
 from headrace.protocol.messages import BadFrame, Frame, Status
 
 
-class Violation(AssertionError):
+class Violation(AssertionError):  # noqa: N818 - it is no error of ours but a finding
     """The core broke a promise. ``key`` names the frame, for its story."""
 
     def __init__(self, text: str, key: tuple[str, int, int] | None = None) -> None:
@@ -51,6 +51,7 @@ class Seen:
         default_factory=list
     )  # what one copy's end means if the other is given up
     is_superseded: bool = False
+    was_hedged: bool = False
     passed_count: int | None = None  # frames that went before it since it aged
     passed_limit: int = 0
 

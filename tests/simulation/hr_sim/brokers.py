@@ -157,6 +157,10 @@ class BrokerNode(Node):
                 link.close(self)
             self.links.clear()
 
+    def has_left_ring(self, stream: str, pub_seq: int) -> bool:
+        """Tell whether nobody can fetch an outcome any more."""
+        return bool(self.core.replay(stream, self.boot, pub_seq, pub_seq, 1)[1])
+
     def check(self) -> None:
         """Compare what the core says of itself with what the referee has seen."""
         self.core.check_invariants()

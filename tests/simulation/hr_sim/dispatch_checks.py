@@ -135,6 +135,8 @@ class DispatchChecks:
         held_ms = (self._now_ns - first.sent_ns) // MS
         if held_ms < settings.overdue_min_ms:
             raise self._wrong(f"{where} is a second copy after {held_ms} ms", first)
+        for seen in frames:
+            seen.was_hedged = True
         self._hedged_count += len(frames)
         self._largest_hedge = max(self._largest_hedge, len(frames))
         budget = settings.hedge_share * self._dispatched_count
@@ -344,7 +346,7 @@ class DispatchChecks:
             return
         count = self._poisoned[seen.id] = self._poisoned.get(seen.id, 0) + 1
         # A copy that was hedged may have killed its worker before the other one did.
-        if count > self._max_attempts + (seen.dispatched_count > count):
+        if count > self._max_attempts + seen.was_hedged:
             raise self._wrong(f"it has killed {count} workers, {self._max_attempts} are allowed", seen)
 
     @staticmethod

@@ -56,6 +56,10 @@ def core_settings(options: Options) -> CoreSettings:
         heartbeat_ms=options.heartbeat_ms,
         retention_frames=options.retention_frames,
         retention_bytes=options.retention_bytes,
+        hedge_share=options.hedge_share,
+        hedge_burst_frames=8,
+        stuck_ms=options.stuck_ms,
+        max_attempts=2,
     )
 
 

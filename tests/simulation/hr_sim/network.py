@@ -1,11 +1,11 @@
 """Nodes that take turns, and links between them that behave as TCP connections do.
 
 Theory of operation. A node is a process with one loop: what arrives is put into its inbox, and a turn is
-scheduled; the turn hands all of it to a production state machine and then one Tick, as the shells do. A paused
-node takes no turn until it is continued. Inside a link nothing is lost or reordered; a cut loses what is under
-way in both directions, and each end learns of it later. A process that dies leaves behind what its kernel had
-taken already: a prefix of what was under way. A partition delays everything until it ends; new connections
-can't be made meanwhile.
+scheduled; the turn hands all of it to a production state machine and then one Tick, as the shells do. A
+paused node takes no turn until it is continued. Inside a link nothing is lost or reordered; a cut loses what
+is under way in both directions, and each end learns of it later. A process that dies leaves behind what its
+kernel had taken already: a prefix of what was under way. A partition delays everything until it ends; new
+connections can't be made meanwhile.
 """
 
 from __future__ import annotations

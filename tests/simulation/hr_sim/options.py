@@ -84,6 +84,8 @@ class Options:
     read_ms: int
     ageing_ms: int
     max_frames_per_message: int
+    hedge_share: float
+    stuck_ms: int
     rates: dict[str, float]
     shares: dict[str, float]
 
@@ -139,6 +141,8 @@ def draw(seed: int) -> Options:
         read_ms=rng.choice((0, 0, 0, 5)),
         ageing_ms=rng.choice((20, 200, 1_000)),
         max_frames_per_message=rng.choice((4, 256)),
+        hedge_share=rng.choice((0.0, 0.02, 0.02, 0.5)),
+        stuck_ms=rng.choice((200, 1_000, 30_000)),
         rates=rates,
         shares=shares,
     )

@@ -248,7 +248,8 @@ class Referee:
         self._latest[seen.stream] = seen
         if old is None or old.dispatched_count or old.is_superseded:
             return
-        if old.status in {None, Status.SUPERSEDED} and self.dispatch.leave(old):
+        # Its outcome may be out already, or wait for those of the frames before it.
+        if old.status is Status.SUPERSEDED or (old.status is None and self.dispatch.leave(old)):
             old.is_superseded = True
             if old.class_key == seen.class_key and old.priority == seen.priority:
                 seen.waits_from_ns = old.waits_from_ns

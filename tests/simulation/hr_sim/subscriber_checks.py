@@ -114,6 +114,7 @@ class SubscriberRecord:
                     continue
                 expected = self._next.get(place, 0)
                 is_done = expected == next_pub_seq or self._is_repeat(boot, stream, next_pub_seq - 1)
+                is_done = is_done or self._world.broker.has_left_ring(stream, next_pub_seq - 1)
                 published_ns = self._world.outcomes[boot, stream, next_pub_seq - 1][2]
                 if not is_done and not (self._is_from_now and published_ns < self._opened_at[boot]):
                     return f"{self.name} has {stream} up to {expected - 1}, the newest is {next_pub_seq - 1}"

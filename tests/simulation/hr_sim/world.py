@@ -151,13 +151,14 @@ class World:
             self._demand_liveness()
             self.broker.check()
             self.broker.referee.demand_finished()
-        except AssertionError as error:
+        except Exception as error:  # whatever a state machine raises is a failure of its seed
             raise self._failure(error) from error
         return self._summary()
 
-    def _failure(self, error: AssertionError) -> SimulationError:
+    def _failure(self, error: Exception) -> SimulationError:
         key = error.key if isinstance(error, Violation) else None
-        lines = [f"seed {self.options.seed}: {error}", "options:", self.options.lines()]
+        what = str(error) if isinstance(error, AssertionError) else repr(error)
+        lines = [f"seed {self.options.seed}: {what}", "options:", self.options.lines()]
         lines.append(f"at {self.now_ns / MS:.3f} ms, boot {len(self.boots)}, faults {self.faults}")
         if key is not None:
             story = self.broker.core.story(*key) or ["(this boot knows nothing of it)"]
