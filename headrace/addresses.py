@@ -144,6 +144,10 @@ def reachable_endpoints(endpoints: Endpoints, reached: Address) -> Endpoints:
     )
 
 
+#: What ``localhost`` means, whatever a machine's table of hosts says.
+LOOPBACKS = ("127.0.0.1", "::1")
+
+
 def resolve(address: Address) -> tuple[Address, ...]:
     """Look the address's name up now; return each literal address it stands for, in given order.
 
@@ -153,6 +157,9 @@ def resolve(address: Address) -> tuple[Address, ...]:
         return (address,)
     found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     hosts = dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found)
+    if address.host == "localhost":
+        # Many machines name one family of it alone, and a broker may listen on the other (RFC 6761, 6.3).
+        hosts |= dict.fromkeys(LOOPBACKS)
     return tuple(replace(address, host=host) for host in hosts)
 
 

@@ -199,6 +199,15 @@ def test_localhost_reaches_a_broker_on_one_family_only(bind: str, monkeypatch: p
     assert found.boot == 3
 
 
+def test_localhost_is_both_families_where_the_machine_names_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZMQ-17: a table of hosts without ::1 does not hide a broker that listens there."""
+    one = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_kwargs: one)
+
+    assert [a.host for a in addresses.resolve(addresses.parse("localhost"))] == ["127.0.0.1", "::1"]
+    assert [a.host for a in addresses.resolve(addresses.parse("camera-host"))] == ["127.0.0.1"]
+
+
 def test_discovery_works_over_ipc(tmp_path: Path) -> None:
     """A path is an address like any other; wildcard hosts behind it are this machine's."""
     broker = OneAnswer(f"ipc://{tmp_path}/frames", endpoints())
