@@ -6,46 +6,18 @@ They run against plain sockets here: what they send must decode, what they are s
 from __future__ import annotations
 
 import contextlib
-import os
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import hr_repo
 import hr_wire
-import pytest
 import zmq
+from hr_scripts import WAIT_S, finished, node, running, script
 
 from headrace.protocol import codec
 from headrace.protocol.messages import Frame, Outcome, Outcomes, Reject, Status
 
-TEXT = (hr_repo.ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
-WAIT_S = 30
 LIMITS = hr_wire.LIMITS
-
-
-def script(name: str, folder: Path) -> Path:
-    """Write the fenced block marked with ``<!-- run: name -->`` to a file."""
-    path = folder / name
-    found = re.search(rf"<!-- run: {re.escape(name)} -->\n```\w+\n(.*?)```", TEXT, flags=re.DOTALL)
-    assert found, name
-    path.write_text(found[1], encoding="utf-8")
-    return path
-
-
-@contextlib.contextmanager
-def running(*command: object) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [str(item) for item in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=WAIT_S)
 
 
 @contextlib.contextmanager
@@ -56,12 +28,6 @@ def bound(kind: int, folder: Path) -> Iterator[tuple[zmq.Socket[bytes], str]]:
         socket.rcvtimeo = socket.sndtimeo = WAIT_S * 1000
         socket.bind(address)
         yield socket, address
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=WAIT_S)
-    assert process.returncode == 0, errors
-    return output
 
 
 def assert_ten_frames(frames: list[object]) -> None:
@@ -106,13 +72,10 @@ def test_the_dealer_script_sends_ten_frames_and_prints_rejects(tmp_path):
 
 def test_the_node_script_sends_ten_frames(tmp_path):
     """The same in JavaScript, where node and its two packages are installed."""
-    node = shutil.which("node")
-    probe = [node, "-e", "require('zeromq'); require('@msgpack/msgpack')"]
-    if node is None or subprocess.run(probe, capture_output=True, timeout=WAIT_S, env=os.environ).returncode:
-        pytest.skip("needs node with zeromq and @msgpack/msgpack (NODE_PATH names their folder)")
+    node_path = node()
     with (
         bound(zmq.PULL, tmp_path) as (socket, address),
-        running(node, script("push.js", tmp_path), address, "cam-1") as process,
+        running(node_path, script("push.js", tmp_path), address, "cam-1") as process,
     ):
         frames = [
             frame
