@@ -12,6 +12,10 @@ This module binds nothing and knows no roles; the option table of lasting socket
 
 from __future__ import annotations
 
+# getaddrinfo() imports this codec when it is first called, which is in a client's thread. A Ctrl-C that hits
+# an import of the main thread can leave the import lock taken for good (a KeyboardInterrupt in importlib's
+# _get_module_lock), and a thread that imports after that waits for ever.
+import encodings.idna  # noqa: F401
 import ipaddress
 import socket
 import time

@@ -318,7 +318,7 @@ class HedgingSection(Section):
 
 
 class RetentionSection(Section):
-    """Outcomes kept for subscribers that start late or have lost some: in memory, and as many in the journal."""
+    """Outcomes kept for subscribers that start late or have lost some; the journal keeps as many."""
 
     frames_per_stream: int = key(1_024, "outcomes", "Outcomes kept per stream.", ge=1, le=100_000_000)
     max_bytes: int = key(256 * MIB, "bytes", "Outcomes kept, all streams together.", ge=1, le=2**50)

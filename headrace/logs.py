@@ -7,8 +7,8 @@ costs two lines an interval, never a full disk. A kind is the level, the event a
 SUBJECT_KEYS; its other values may differ.
 
 No log call raises because of where its line goes: a process does its work with a full disk, and when the
-reader of its pipe has left. Lines that could not be written are counted, and the count is written once that is
-possible again.
+reader of its pipe has left. Lines that could not be written are counted, and the count is written once that
+is possible again.
 """
 
 from __future__ import annotations
@@ -122,8 +122,8 @@ class _Sink:
 def quiet(stream: TextIO) -> None:
     """Send what is written to a stream from now on to nowhere: the reader of its pipe has left for good.
 
-    Otherwise Python would try once more to write what it has buffered when the process ends, and turn its exit
-    code into 120.
+    Otherwise Python would try once more to write what it has buffered when the process ends, and turn its
+    exit code into 120.
     """
     with contextlib.suppress(OSError, ValueError):  # no descriptor: nothing to redirect
         nowhere = os.open(os.devnull, os.O_WRONLY)

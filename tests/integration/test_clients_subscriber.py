@@ -255,6 +255,36 @@ def test_control_c_ends_an_idle_client(broker: BrokerThread, has_broker: bool) -
     assert "KeyboardInterrupt" in errors
 
 
+def test_the_threads_of_clients_import_nothing(broker: BrokerThread, worker: AutoWorker) -> None:
+    """PRC-11: a Ctrl-C that hits an import can leave the import lock taken; a thread that imported then would
+    never end, and close() would wait for it in vain."""
+    code = (
+        "import sys, threading, headrace, numpy\n"
+        "address, imported = sys.argv[1], set()\n"
+        "def hook(event, arguments):\n"
+        "    if event == 'import' and threading.current_thread() is not threading.main_thread():\n"
+        "        imported.add(arguments[0])\n"
+        "headrace.Producer, headrace.Subscriber, headrace.Client, headrace.Control\n"
+        "sys.addaudithook(hook)\n"
+        "with headrace.Subscriber(address, stream='cam') as subscriber:\n"
+        "    with headrace.Producer(address) as producer, headrace.Client(address) as client:\n"
+        "        image = numpy.zeros((8, 8, 3), numpy.uint8)\n"
+        "        producer.push(image, stream='cam')\n"
+        "        subscriber.get(10)\n"
+        "        client.infer(image)\n"
+        "print(sorted(imported))\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, broker.endpoints.frames],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_every_name_that_should_reach_a_broker_does(
     broker: BrokerThread, worker: AutoWorker, host: str

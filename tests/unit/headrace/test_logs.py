@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -169,7 +170,7 @@ def test_a_pipe_without_reader_is_replaced_by_nothing() -> None:
 
         structlog.get_logger().info("worker ready")
 
-        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == os.devnull
+        assert Path(f"/proc/self/fd/{stream.fileno()}").readlink() == Path(os.devnull)
 
 
 def test_information_is_never_left_out(stream: io.StringIO) -> None:
