@@ -52,7 +52,10 @@ class Control:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
-        self._context: Context = zmq.Context()
+        # The process's own context, which is never terminated: calls run in the caller's thread, and Ctrl-C
+        # may come inside pyzmq, between the making of a socket and anybody's knowing of it. Terminating a
+        # context waits for every open socket, for ever.
+        self._context: Context = zmq.Context.instance()
         self._link: Link | None = None
         self._is_closed = threading.Event()
 
@@ -154,7 +157,6 @@ class Control:
         self._is_closed.set()
         with self._lock:
             self._drop_link()
-            self._context.term()
 
     def __enter__(self) -> Self:
         return self
