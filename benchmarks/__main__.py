@@ -10,7 +10,18 @@ from pathlib import Path
 from benchmarks.report import print_report, write_json
 
 #: Name -> module with ``run(quick: bool) -> Report`` and a docstring that says what it measures.
-BENCHMARKS = ("transport", "core", "mean", "compute", "latency", "goodput", "soak", "scale")
+BENCHMARKS = (
+    "transport",
+    "core",
+    "mean",
+    "compute",
+    "latency",
+    "goodput",
+    "soak",
+    "scale",
+    "profile",
+    "journal",
+)
 
 
 def main() -> int:

@@ -28,11 +28,11 @@ RATIO = 0.97
 
 def run(*, quick: bool) -> Report:
     """Measure interleaved rounds of both."""
-    warm_up_s, measure_s = (1.0, 3.0) if quick else (4.0, 20.0)
+    warm_up_s, measure_s = (1.0, 3.0) if quick else (3.0, 12.0)
     rounds: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         path = graphs.write_resnet50(Path(folder))
-        for _ in range(1 if quick else 3):
+        for _ in range(1 if quick else 5):
             in_process = _in_process(path, warm_up_s, measure_s)
             rounds.append({"in-process": in_process, "headrace": _headrace(path, warm_up_s, measure_s)})
     shares = [each["headrace"] / each["in-process"] for each in rounds]

@@ -121,6 +121,15 @@ class Processes:
         address: str = child.read()["endpoints"]["frames"]
         return address
 
+    def sampled_broker(self, config: str, output: Path) -> str:
+        """Start a broker that writes CPU samples of itself to ``output`` when it ends."""
+        path = self.folder / "broker.toml"
+        path.write_text(config)
+        arguments = self._headrace("broker", "--config", str(path), "--json")[3:]
+        child = self.role("sampled-broker", "broker", output=str(output), arguments=arguments)
+        address: str = child.read()["endpoints"]["frames"]
+        return address
+
     def workers(self, address: str, count: int, device: str, threads: int = 1) -> None:
         """Start workers and wait until the broker counts all as ready."""
         env = {"HEADRACE_CACHE": str(self.folder / "cache")}

@@ -70,6 +70,12 @@ def _headrace_loop(**settings: Any) -> None:
     _serve(HeadraceLoop(**settings).probe)
 
 
+def _sampled_broker(output: str, arguments: list[str]) -> None:
+    from benchmarks.sampler import run_broker
+
+    run_broker(output, arguments)
+
+
 # -- baselines --------------------------------------------------------------------------------------------
 
 
@@ -171,6 +177,7 @@ _ROLES: dict[str, Callable[..., None]] = {
     "producer": _producer,
     "subscriber": _subscriber,
     "headrace-loop": _headrace_loop,
+    "sampled-broker": _sampled_broker,
     "forwarder": _forwarder,
     "proxy": _proxy,
     "plain-worker": _plain_worker,
