@@ -295,7 +295,12 @@ class Dispatcher:
 
     def _append(self, batch: InFlightBatch, actions: list[Action]) -> None:
         served = batch.served
-        frames = tuple(record.frame for record in batch.records)
+        # `meta` is the producer's own and no worker reads it: 4 KiB a frame would make a full batch's header
+        # larger than the worker takes.
+        frames = tuple(
+            frame if frame.meta is None else replace(frame, meta=None)
+            for frame in (record.frame for record in batch.records)
+        )
         message = Batch(batch.batch, served.model, served.version, served.spec.name, frames)
         actions.append(SendBatch(batch.worker.peer, message))
 

@@ -307,7 +307,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Frames of one (model, size class) for one worker. ``frames[i].payload`` is part i."""
+    """Frames of one (model, size class) for one worker. ``frames[i].payload`` is part i; their ``meta`` has
+    stayed at the broker."""
 
     batch: int
     model: str

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hr_core as hc
 
-from headrace.protocol.messages import Limits
+from headrace.protocol.messages import Limits, Value
 
 MIB = 1024 * 1024
 
@@ -71,3 +73,17 @@ def test_half_of_a_failed_batch_is_cut_as_well() -> None:
 
     assert sent == [[0], [1]]
     world.core.check_invariants()
+
+
+def test_a_batch_leaves_meta_behind_and_the_outcome_has_it() -> None:
+    """256 frames with 4 KiB of meta each would make a header that the worker refuses."""
+    world = driver()
+    world.join_worker(slots=2)
+    meta: dict[str, Value] = {"note": "x" * 4_000}
+    world.push(*(replace(hc.frame(seq=number), meta=meta) for number in range(2)))
+
+    (sent,) = hc.batches(world.tick())
+    actions = world.done(sent)
+
+    assert [frame.meta for frame in sent.batch.frames] == [None, None]
+    assert [outcome.meta for outcome in hc.outcomes(actions)] == [meta, meta]
