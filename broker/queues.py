@@ -32,35 +32,43 @@ _NO_DEADLINE_NS = 1 << 63
 #: A lazily deleted heap is rebuilt when it holds more than this many entries and over half are dead.
 _REBUILD_ABOVE = 64
 
-_Entry = tuple[tuple[int, int, int], int, FrameRecord]
+_Entry = tuple[tuple[int, int, int], int]
 
 
 class _LazyHeap:
-    """A heap of records with lazy deletion. An entry is dead when its key no longer is its record's key."""
+    """A heap of records with lazy deletion. An entry is dead when its ticket is no longer its record's.
+
+    Entries name records by ticket: a dead one must not keep the payload of a frame that has ended."""
 
     def __init__(self) -> None:
         self._heap: list[_Entry] = []
         self._tickets = count()
         self._live: dict[FrameRecord, int] = {}
+        self._records: dict[int, FrameRecord] = {}
 
     def __len__(self) -> int:
         return len(self._live)
 
     def push(self, key: tuple[int, int, int], record: FrameRecord) -> None:
+        self.discard(record)
         ticket = next(self._tickets)
         self._live[record] = ticket
-        heapq.heappush(self._heap, (key, ticket, record))
+        self._records[ticket] = record
+        heapq.heappush(self._heap, (key, ticket))
         if len(self._heap) > _REBUILD_ABOVE and len(self._heap) > 2 * len(self._live):
-            self._heap = [entry for entry in self._heap if self._live.get(entry[2]) == entry[1]]
+            self._heap = [entry for entry in self._heap if entry[1] in self._records]
             heapq.heapify(self._heap)
 
     def discard(self, record: FrameRecord) -> None:
-        self._live.pop(record, None)
+        ticket = self._live.pop(record, None)
+        if ticket is not None:
+            del self._records[ticket]
 
     def peek(self) -> tuple[tuple[int, int, int], FrameRecord] | None:
         while self._heap:
-            key, ticket, record = self._heap[0]
-            if self._live.get(record) == ticket:
+            key, ticket = self._heap[0]
+            record = self._records.get(ticket)
+            if record is not None:
                 return key, record
             heapq.heappop(self._heap)
         return None

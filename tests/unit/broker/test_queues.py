@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hr_records import make_record
@@ -319,3 +321,25 @@ def test_the_invariant_check_can_fail(spoil: object, says: str) -> None:
 
     with pytest.raises(AssertionError, match=says):
         queue.check_invariants()
+
+
+def test_a_frame_that_has_left_is_not_kept_in_memory(queue: ClassQueue) -> None:
+    """BAT-09: behind a live one, frames that were removed leave dead entries in the heaps, but no payload."""
+    old = [make_record(deadline_ns=10 + number) for number in range(9)]
+    payloads = [weakref.ref(_Payload.of(record)) for record in old]
+    push_all(queue, [make_record(deadline_ns=5), *old])
+
+    while old:
+        queue.remove(old.pop())
+
+    assert [payload() for payload in payloads] == [None] * 9
+
+
+class _Payload(bytearray):
+    """Bytes that can be watched."""
+
+    @classmethod
+    def of(cls, record: FrameRecord) -> _Payload:
+        payload = cls()
+        record.frame = replace(record.frame, payload=payload)
+        return payload
