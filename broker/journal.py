@@ -43,8 +43,8 @@ MAX_EARLIER_BOOTS = 16
 #: What a row costs in the file beside its body: its columns and two index entries, rounded up.
 ROW_OVERHEAD_BYTES = 128
 
-#: Outcomes in one replay answer. Reading and decoding one takes some 30 microseconds of the broker's loop.
-MAX_REPLAY_COUNT = 128
+#: Outcomes in one replay answer. Reading and decoding one takes some 50 microseconds of the broker's loop.
+MAX_REPLAY_COUNT = 32
 
 #: Rows dropped at once when the bytes are exceeded.
 _DROP_COUNT = 64
