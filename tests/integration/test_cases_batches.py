@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import hr_broker as hb
@@ -18,7 +19,7 @@ import hr_plant as hp
 import hr_worker
 import numpy as np
 import pytest
-from hr_clients import AutoWorker, image, wait_for
+from hr_clients import AutoWorker, Relay, image, wait_for
 
 from headrace import Client, Producer
 from headrace.broker.settings import ClassPolicy, ModelSettings
@@ -166,6 +167,31 @@ def test_every_result_is_its_callers_own(tmp_path: Path) -> None:
 
     assert wrong == []
     assert account["ok"] == 500
+
+
+def test_a_job_whose_workers_connection_is_cut_goes_to_another(tmp_path: Path) -> None:
+    """ZMQ-08: the batch is sent into a line that no longer carries it, which then breaks: each loss is
+    noticed and counted, and every job runs elsewhere."""
+    rounds = 5
+    with hp.open_plant(emulated(1, 0.1)) as plant:
+        for seq in range(rounds):
+            with Relay(plant.endpoints.workers) as relay:
+                through_relay = replace(plant.endpoints, workers=relay.endpoint)
+                with hb.Worker(through_relay, "mortal", instance=seq + 1, slots=1):
+                    plant.wait_for_workers()
+                    relay.is_swallowing.set()
+                    plant.producer.send(hb.frames(hb.frame("cam", seq, epoch=1)))
+                    wait_for(lambda: plant.ready_workers()[0]["in_flight"] == 1)
+                    relay.cut()
+                    plant.wait_for_workers(0)
+            with emulated_worker(plant, tmp_path, "steady"):
+                (outcome,) = plant.collect(("cam", seq))
+            plant.wait_for_workers(0)
+
+            assert (outcome.status, outcome.worker, outcome.attempt) == (Status.OK, "steady", 2)
+        status = plant.status()
+
+    assert status["workers_lost"] == status["requeued"] == rounds
 
 
 def test_work_goes_to_workers_that_come_late(tmp_path: Path) -> None:
