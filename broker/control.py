@@ -13,6 +13,7 @@ from typing import TypeAlias
 from headrace.broker.core import BrokerCore
 from headrace.broker.journal import Journal
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
+from headrace.broker.status import MAX_STREAMS_PER_PAGE, page_of
 from headrace.errors import Code, RemoteError
 from headrace.protocol.messages import Limits, ReplayReply, Reply, Request, Value
 
@@ -21,10 +22,6 @@ Params: TypeAlias = "dict[str, Value]"
 #: Payload bytes of one replay answer. A subscriber that is far behind takes several; none holds the loop for
 #: more than about a millisecond.
 MAX_REPLAY_BYTES = 4 * 1024 * 1024
-
-#: Streams in one answer of ``status`` and of ``positions``. A stream's id has up to 128 bytes and its
-#: status about 200 more, so that a page stays well under the 1 MiB that a header may have.
-MAX_STREAMS_PER_PAGE = 1_000
 
 #: Topics one ``positions`` request may name.
 MAX_TOPICS = 1_024
@@ -92,10 +89,7 @@ class Control:
         params = _Checked(request.params, {"streams_after", "max_streams"})
         after = params.text("streams_after", "")
         count = params.integer("max_streams", MAX_STREAMS_PER_PAGE, 0, MAX_STREAMS_PER_PAGE)
-        result = dict(self._core.status(now_ns))
-        streams = result.get("streams")
-        if isinstance(streams, dict):
-            result["streams"], result["streams_next"] = _page(streams, after, count)
+        result = self._core.status(now_ns, streams_after=after, max_streams=count)
         result["broker"] = {
             "release": self._info.release,
             "pid": self._info.pid,
@@ -122,8 +116,8 @@ class Control:
         streams = result.get("streams")
         if isinstance(streams, dict):
             earlier = self._earlier(topics, streams) if with_earlier else {}
-            page, result["streams_next"] = _page(streams, after, MAX_STREAMS_PER_PAGE)
-            result["streams"] = page
+            page, result["streams_next"] = page_of(streams, after, MAX_STREAMS_PER_PAGE)
+            result["streams"] = {name: streams[name] for name in page}
             if with_earlier and self._journal is not None:
                 result["earlier_boots"] = [[boot, one] for boot, one in self._journal.earlier_boots.items()]
                 result["earlier"] = {name: earlier[name] for name in page if name in earlier}
@@ -213,13 +207,3 @@ class _Checked:
             Code.BAD_PARAMS,
             f"parameter {name!r} {'is missing' if is_missing else 'is wrong'}: it must be {expected}",
         )
-
-
-def _page(streams: dict[str, Value], after: str, count: int) -> tuple[dict[str, Value], str]:
-    """Return the next streams by name, and the last one's name if there are more ("" if not)."""
-    if not after and len(streams) <= count:
-        return streams, ""
-    names = sorted(name for name in streams if name > after)
-    taken = names[:count]
-    has_more = len(names) > len(taken) > 0
-    return {name: streams[name] for name in taken}, taken[-1] if has_more else ""

@@ -41,7 +41,7 @@ from headrace.broker.recovery import Recovery
 from headrace.broker.restored import RestoredStream
 from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
-from headrace.broker.status import status_of
+from headrace.broker.status import MAX_STREAMS_PER_PAGE, status_of
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
 from headrace.broker.worker_life import WorkerLife
@@ -362,10 +362,12 @@ class BrokerCore:
         """Return what is remembered of a frame's way, one line a transition."""
         return self._story.of(stream, epoch, seq)
 
-    def status(self, now_ns: int, *, has_streams: bool = True) -> dict[str, Value]:
-        """Return what `headrace status` and the metrics show; msgpack can hold it. Without the streams it
-        is cheap however many there are."""
-        return status_of(self, now_ns, has_streams=has_streams)
+    def status(
+        self, now_ns: int, *, streams_after: str = "", max_streams: int = MAX_STREAMS_PER_PAGE
+    ) -> dict[str, Value]:
+        """Return what `headrace status` and the metrics show; msgpack can hold it. With ``max_streams`` 0 it
+        is cheap however many streams there are."""
+        return status_of(self, now_ns, streams_after, max_streams)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the state contradicts itself: always a bug of ours."""

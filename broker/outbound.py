@@ -16,7 +16,7 @@ import zmq
 from headrace.broker import actions
 from headrace.broker.counters import Counters, count
 from headrace.broker.sockets import Role, Socket, send
-from headrace.errors import RemoteError
+from headrace.errors import Code, RemoteError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
     Buffer,
@@ -31,6 +31,7 @@ from headrace.protocol.messages import (
     Outcomes,
     Refused,
     ReplayReply,
+    Reply,
     Setup,
     Subscribed,
     Welcome,
@@ -113,12 +114,16 @@ class Outbound:
         return self._send_parts(peer, codec.encode(message))
 
     def reply(self, peer: bytes, message: Message) -> None:
-        """Answer a control request. A replay that is more than one message can carry is cut, and says so."""
+        """Answer a control request. A replay that is more than one message can carry is cut, and says so;
+        any other answer that nobody could read is replaced by the reason."""
         parts = codec.encode(message)
         while isinstance(message, ReplayReply) and not self._fits(parts, len(message.outcomes)):
             kept = message.outcomes[: len(message.outcomes) // 2]
             message = replace(message, outcomes=kept, has_more=True)
             parts = codec.encode(message)
+        if isinstance(message, Reply) and len(parts[0]) > self._limits.max_header_bytes:
+            text = f"the answer has {len(parts[0])} bytes, more than limits.max_header_bytes lets anyone read"
+            parts = codec.encode(Reply(message.id, code=Code.MESSAGE_TOO_LARGE, message=text))
         self._send_parts(peer, parts)
 
     def refuse(self, peer: bytes, error: RemoteError) -> None:

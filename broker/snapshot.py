@@ -47,7 +47,8 @@ class Snapshots:
         """Note that the loop turned; make a snapshot if somebody waits for one."""
         self.last_turn_ns = now_ns
         if self._is_wanted:
-            snapshot = Snapshot(now_ns, self._core.status(now_ns), copy.deepcopy(self._counters))
+            status = self._core.status(now_ns, max_streams=0)
+            snapshot = Snapshot(now_ns, status, copy.deepcopy(self._counters))
             with self._condition:
                 self._latest = snapshot
                 self._is_wanted = False

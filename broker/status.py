@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from heapq import nsmallest
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from headrace.broker.model_table import ServedClass
@@ -13,18 +16,36 @@ from headrace.protocol.messages import Value
 if TYPE_CHECKING:
     from headrace.broker.core import BrokerCore
 
+#: Streams in one page. A stream's id has up to 128 bytes and its status about 200 more, so that a page stays
+#: well under the 1 MiB that a header may have.
+MAX_STREAMS_PER_PAGE = 1_000
+
+#: Producers told of in one status, and streams named of each: their counts say what is left out. With ids of
+#: 128 bytes that is a third of the 1 MiB that a header may have.
+MAX_PRODUCERS = 256
+MAX_PRODUCER_STREAMS = 8
+
 _NS_PER_MS = 1e6
 
 
-def status_of(core: BrokerCore, now_ns: int, *, has_streams: bool) -> dict[str, Value]:
+def page_of(names: Iterable[str], after: str, count: int) -> tuple[list[str], str]:
+    """Return the next ``count`` names in order, and the last of them if more follow ("" if none do)."""
+    found = nsmallest(count + 1, (name for name in names if name > after))
+    taken = found[:count]
+    return taken, taken[-1] if len(found) > len(taken) > 0 else ""
+
+
+def status_of(core: BrokerCore, now_ns: int, streams_after: str, max_streams: int) -> dict[str, Value]:
     """Return the broker's state: account, classes, workers, streams, producers, models, bounds in use.
-    ``has_streams`` False leaves the streams empty."""
+
+    ``streams`` is a page: at most ``max_streams`` by name, those after ``streams_after``; the next page
+    begins after ``streams_next``, "" when this was the last.
+    """
     outcomes = core.outcomes
-    streams: dict[str, Value] = {
-        stream.name: _stream(core, stream, now_ns)
-        for stream in (core.streams.by_name.values() if has_streams else ())
-    }
-    producers: list[Value] = [_producer(session, now_ns) for session in core.producers.by_peer.values()]
+    page, streams_next = page_of(core.streams.by_name, streams_after, max_streams)
+    streams: dict[str, Value] = {name: _stream(core, core.streams.by_name[name], now_ns) for name in page}
+    sessions = islice(core.producers.by_peer.values(), MAX_PRODUCERS)
+    producers: list[Value] = [_producer(session, now_ns) for session in sessions]
     return {
         "boot": core.boot,
         "is_draining": core.is_draining,
@@ -47,6 +68,7 @@ def status_of(core: BrokerCore, now_ns: int, *, has_streams: bool) -> dict[str, 
         "workers": [_worker(worker, now_ns) for worker in core.workers.by_peer.values()],
         "streams_count": len(core.streams),
         "streams": streams,
+        "streams_next": streams_next,
         "streams_forgotten": core.streams.forgotten_count,
         "producers_count": len(core.producers),
         "producers": producers,
@@ -158,7 +180,8 @@ def _producer(session: ProducerSession, now_ns: int) -> dict[str, Value]:
         "epoch": session.epoch,
         "received": session.received,
         "finished": session.finished,
-        "streams": list(session.streams),
+        "streams_count": len(session.streams),
+        "streams": list(islice(session.streams, MAX_PRODUCER_STREAMS)),
         "last_heard_ms": (now_ns - session.pulse.last_heard_ns) / _NS_PER_MS,
     }
 

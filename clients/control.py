@@ -62,8 +62,23 @@ class Control:
     # -- methods of the broker -----------------------------------------------------------------------
 
     def status(self, timeout: float | None = None) -> dict[str, Value]:
-        """Return the broker's account, classes, workers, streams, producers and models."""
-        return self._reply("status", {}, timeout).result
+        """Return the broker's account, classes, workers, streams, producers and models.
+
+        The broker gives its streams in pages; all else is as the first answer had it.
+        """
+        deadline = time.monotonic() + (self._timeout_s if timeout is None else timeout)
+        status = self._reply("status", {}, timeout).result
+        streams = status.get("streams")
+        after = status.pop("streams_next", "")
+        while after and isinstance(streams, dict):
+            remaining_s = max(0.0, deadline - time.monotonic())
+            page = self._reply("status", {"streams_after": after}, remaining_s).result
+            more = page.get("streams")
+            if not isinstance(more, dict) or not more.keys() - streams.keys():
+                break
+            streams.update(more)
+            after = page.get("streams_next")
+        return status
 
     def positions(
         self, topics: Sequence[str] = ("",), timeout: float | None = None

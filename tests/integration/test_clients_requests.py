@@ -17,6 +17,7 @@ from hr_clients import AutoWorker, image, settings_at, unused_port, wait_for
 
 import headrace
 from headrace import AsyncClient, AsyncProducer, AsyncSubscriber, Client, Control, Missed, Outcome, Status
+from headrace.broker.status import MAX_STREAMS_PER_PAGE
 from headrace.clients.records import MissedReason
 from headrace.errors import (
     ClosedError,
@@ -138,6 +139,26 @@ def test_control_finds_a_broker_that_restarted() -> None:
     control.close()
     with pytest.raises(ClosedError):
         control.status()
+
+
+def test_status_has_every_stream() -> None:
+    """Also those beyond the first of the broker's pages."""
+    names = {f"cam-{number}" for number in range(MAX_STREAMS_PER_PAGE + 2)}
+    settings = broker_settings(core={"credits_per_producer": len(names)})
+    with running_broker(settings) as broker, Control(broker.endpoints.control) as control:
+        producer = headrace.Producer(broker.endpoints.frames, max_unfinished_frames=len(names))
+        try:
+            for name in names:
+                producer.push(image(1), stream=name)
+            wait_for(lambda: control.status()["streams_count"] == len(names))
+
+            status = control.status(timeout=5)
+        finally:
+            with pytest.raises(NotDeliveredError):
+                producer.close(timeout=0)
+
+    assert status["streams"].keys() == names  # type: ignore[union-attr]
+    assert "streams_next" not in status
 
 
 def test_control_without_a_broker_is_unreachable() -> None:

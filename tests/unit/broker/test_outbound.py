@@ -31,6 +31,7 @@ from headrace.protocol.messages import (
     Refused,
     Reject,
     ReplayReply,
+    Reply,
     Setup,
     Status,
     Welcome,
@@ -238,6 +239,21 @@ def test_each_action_reaches_its_socket(world: World) -> None:
         ("warning", "batch failed"),
     ]
     assert world.counters.reports == {"worker lost": 1, "batch failed": 1}
+
+
+def test_an_answer_that_nobody_could_read_is_replaced_by_the_reason(context: zmq.Context[Socket]) -> None:
+    """The caller is told, instead of waiting for an answer that its own limits refuse."""
+    world = make_world(context, Limits(max_header_bytes=2_000))
+
+    world.outbound.reply(b"cp", Reply(7, {"text": "x" * 2_000}))
+    world.outbound.reply(b"cp", Reply(8, {"text": "x"}, payloads=(b"y" * 3_000,)))
+
+    refused, taken = world.received(world.caller, 2)
+    assert isinstance(refused, Reply)
+    assert (refused.id, refused.code, refused.result) == (7, "message_too_large", {})
+    assert "limits.max_header_bytes" in refused.message
+    assert isinstance(taken, Reply)
+    assert taken.code == ""
 
 
 def test_a_peer_that_is_gone_is_noted(world: World) -> None:

@@ -12,7 +12,8 @@ import pytest
 from headrace.broker import events, outcomes
 from headrace.broker.core import BrokerCore
 from headrace.broker.records import FrameState
-from headrace.protocol.messages import FrameResult, Status, TensorSpec, Timing, Value
+from headrace.broker.status import MAX_PRODUCER_STREAMS, MAX_PRODUCERS, MAX_STREAMS_PER_PAGE
+from headrace.protocol.messages import FrameResult, Limits, Status, TensorSpec, Timing, Value
 
 
 @pytest.fixture
@@ -257,6 +258,33 @@ def test_story_tells_the_way_of_a_frame(driver: hr.CoreDriver) -> None:
     assert driver.core.story("cam-1", hr.EPOCH, 6) == []
 
 
+def test_status_comes_in_pages_and_names_few_of_many() -> None:
+    """However many streams and producers there are, one answer fits a header; the counts are of all."""
+    driver = make(credits_per_producer=MAX_STREAMS_PER_PAGE + 5)
+    producers_count, streams_count = MAX_PRODUCERS + 3, MAX_STREAMS_PER_PAGE + 5
+    for number in range(producers_count):
+        driver.join_producer(f"p{number}".encode(), epoch=number + 1)
+    for number in range(streams_count):
+        name = f"{number:0128}"
+        driver.send(events.FrameArrived(b"p0", replace(hr.frame(name, 0), epoch=1)))
+
+    first = driver.core.status(driver.now_ns)
+    after = str(first["streams_next"])
+    second = driver.core.status(driver.now_ns, streams_after=after)
+
+    names = [f"{number:0128}" for number in range(streams_count)]
+    assert after == names[MAX_STREAMS_PER_PAGE - 1]
+    assert [*first["streams"], *second["streams"]] == names  # type: ignore[misc]
+    assert second["streams_next"] == ""
+    assert (first["streams_count"], first["producers_count"]) == (streams_count, producers_count)
+    assert isinstance(first["producers"], list)
+    assert len(first["producers"]) == MAX_PRODUCERS
+    owner = first["producers"][0]
+    assert isinstance(owner, dict)
+    assert (owner["streams_count"], owner["streams"]) == (streams_count, names[:MAX_PRODUCER_STREAMS])
+    assert len(msgpack.packb(first)) < Limits().max_header_bytes / 2
+
+
 def test_status_can_be_packed_and_adds_up(driver: hr.CoreDriver) -> None:
     """What `headrace status` shows is plain data; without streams it stays small."""
     driver.join_producer()
@@ -266,7 +294,7 @@ def test_status_can_be_packed_and_adds_up(driver: hr.CoreDriver) -> None:
 
     status = driver.core.status(driver.now_ns)
     packed = msgpack.unpackb(msgpack.packb(status))
-    short = driver.core.status(driver.now_ns, has_streams=False)
+    short = driver.core.status(driver.now_ns, max_streams=0)
 
     assert packed["account"]["accepted"] == 3
     assert packed["account"]["unfinished"] == 1
