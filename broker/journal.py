@@ -284,10 +284,8 @@ class Journal:
     def replay(
         self, name: str, boot: int, first: int, last: int, max_bytes: int
     ) -> tuple[list[Outcome], list[tuple[int, int]], bool]:
-        """Return outcomes of an earlier boot; arguments and result are those of BrokerCore.replay.
-
-        Raises JournalError when the file can't be read.
-        """
+        """Return outcomes of an earlier boot; arguments and result are those of BrokerCore.replay. What can't
+        be read is missed, counted and logged: a bad sector is no reason to take no frames."""
         number = self._boots.get(boot)
         stream = self._streams.get(name)
         span = None if stream is None or number is None else stream.spans.get(number)
@@ -298,9 +296,11 @@ class Journal:
         missed: list[tuple[int, int]] = []
         expected = first
         left_bytes = max_bytes
-        for pub_seq, body in self._bodies(stream.id, number, first, stop):
+        for index, (pub_seq, body) in enumerate(self._bodies(stream, number, first, stop)):
             left_bytes -= len(body)
-            if outcomes and (left_bytes < 0 or len(outcomes) >= MAX_REPLAY_COUNT):
+            if index >= MAX_REPLAY_COUNT or (outcomes and left_bytes < 0):
+                if expected < pub_seq:
+                    missed.append((expected, pub_seq))
                 return outcomes, missed, True
             outcome = unpack(body, self._limits)
             if outcome is None:
@@ -316,16 +316,17 @@ class Journal:
         return outcomes, missed, False
 
     def _bodies(
-        self, stream_id: int, number: int | None, first: int, stop: int
+        self, stream: _Stream, number: int | None, first: int, stop: int
     ) -> Iterator[tuple[int, bytes]]:
         sql = (
             "SELECT pub_seq, body FROM outcomes WHERE stream = ? AND boot = ? AND pub_seq >= ?"
             " AND pub_seq < ? ORDER BY pub_seq LIMIT ?"
         )
         try:
-            yield from self._db.execute(sql, (stream_id, number, first, stop, MAX_REPLAY_COUNT + 1))
+            yield from self._db.execute(sql, (stream.id, number, first, stop, MAX_REPLAY_COUNT + 1))
         except sqlite3.Error as error:
-            raise JournalError(f"journal {self.path}: can't be read ({error})") from error
+            self.counts.damaged_count += 1
+            log.error("journal can't be read", stream=stream.name, reason=str(error))  # noqa: TRY400 - no bug
 
     def restored(self) -> list[RestoredStream]:
         """Return what the core must know of earlier boots; the stream written to longest ago comes first."""

@@ -131,8 +131,8 @@ class ConfigError(LocalError):
 
 
 class JournalError(LocalError):
-    """The broker's journal can't be written or read any more: names the file and the reason. The broker ends,
-    since what it can't record it may not publish."""
+    """The broker's journal can't be written any more: names the file and the reason. The broker ends, since
+    what it can't record it may not publish."""
 
 
 class ModelError(LocalError):

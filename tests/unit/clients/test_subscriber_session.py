@@ -381,7 +381,7 @@ def test_a_boot_that_was_read_to_its_end_has_no_hole(
 
 
 def test_several_boots_are_read_in_order(session: ss.SubscriberSession) -> None:
-    """Two restarts while the subscriber was away: the tail of the first boot, all of the second, the third."""
+    """Two restarts while the subscriber was away: the rest of the first boot, all of the next, the last."""
     open_session(session)
     session.handle(published(0), 1)
     session.handle(se.Disconnected("broker died"), 2)
@@ -433,6 +433,91 @@ def test_starting_now_gets_all_of_a_stream_that_came_up_before_the_restart() -> 
 
     assert session.handle(TICK, 3) == [replay_of(0, 0, 3)]
     assert items_of(session.handle(replayed_of(3, 1, 0), 4)) == [(1, 0, None), (5, 0, None)]
+
+
+@pytest.mark.parametrize(
+    ("boots", "spans", "expected"),
+    [
+        (
+            {1: True, 5: True},
+            [[1, 0, 1], [5, 0, 2]],
+            [(5, 0, None), (5, 1, None), (6, 0, None)],
+        ),
+        (
+            {},
+            [],
+            [(1, 1, None), (5, 0, None), (5, 1, None), (5, 2, None), (6, 0, None)],
+        ),
+        ({1: True, 5: True}, [[1, 0, 1]], [(6, 0, None)]),
+    ],
+    ids=["both in the journal", "no journal", "a journal that denies what was heard"],
+)
+def test_a_second_restart_before_the_first_is_settled(
+    session: ss.SubscriberSession,
+    boots: dict[int, bool],
+    spans: list[list[int]],
+    expected: list[tuple[int, int, int | None]],
+) -> None:
+    """What was held of the boot in between is yielded in its place, whoever can tell the rest of it."""
+    open_session(session)
+    session.handle(published(0), 1)
+    session.handle(live(5, 0, 1, first_seq=1), 2)
+    (ask,) = session.handle(live(6, 0, first_seq=3), 3)
+    assert isinstance(ask, se.Ask)
+
+    actions = session.handle(earlier_positions(3, boots, {"cam": spans} if spans else {}, boot=6, cam=1), 4)
+
+    assert items_of(actions) == expected
+    session.check_invariants()
+
+
+def test_a_restart_before_a_new_stream_is_settled(session: ss.SubscriberSession) -> None:
+    """A stream first heard of in a boot that ended at once: read from its beginning, boot by boot."""
+    open_session(session)
+    session.handle(live(5, 1, first_seq=1), 1)
+    session.handle(live(6, 0, first_seq=3), 2)
+    session.handle(earlier_positions(3, {1: True, 5: True}, {"cam": [[5, 0, 2]]}, boot=6, cam=1), 3)
+
+    assert session.handle(TICK, 4) == [replay_of(0, 0, 4, boot=5)]
+    assert items_of(session.handle(replayed_of(4, 5, 0, first_seq=1), 5)) == [
+        (5, 0, None),
+        (5, 1, None),
+        (6, 0, None),
+    ]
+
+
+def test_a_restart_while_opening_begins_the_questions_again(session: ss.SubscriberSession) -> None:
+    """Pages of two boots are not mixed."""
+    session.handle(TICK, 0)
+    session.handle(se.Connected(), 0)
+    session.handle(se.Published(TOPIC, Subscribed(1, "cam")), 0)
+    (second,) = session.handle(positions(1, cam=1, after="cam"), 1)
+    assert isinstance(second, se.Ask)
+
+    (again,) = session.handle(positions(2, boot=5), 2)
+
+    assert again == se.Ask(Request(3, "positions", {"topics": ["cam\0"], "earlier": True}))
+    assert session.state is se.State.CONFIRMING
+    session.handle(earlier_positions(3, {1: True}, {"cam": [[1, 0, 1]]}, boot=5, cam=0), 3)
+    assert session.state is se.State.OPEN
+    assert session.handle(TICK, 4) == [replay_of(0, 0, 4)]
+
+
+def test_starting_now_a_restart_while_opening_drops_what_was_heard() -> None:
+    """Nothing from before the moment at which the subscriber is open."""
+    session = ss.SubscriberSession([TOPIC], start=se.Start.NOW)
+    session.handle(TICK, 0)
+    session.handle(se.Connected(), 0)
+    session.handle(published(4, 5), 0)
+    (ask,) = session.handle(se.Published(TOPIC, Subscribed(5, "cam")), 0)
+    assert isinstance(ask, se.Ask)
+    session.handle(live(5, 2, first_seq=6), 1)
+
+    got = session.handle(earlier_positions(1, {1: True}, {"cam": [[1, 0, 6]]}, boot=5, cam=2), 2)
+
+    assert items_of(got) == [(5, 2, None)]
+    assert session.handle(TICK, 3) == []
+    session.check_invariants()
 
 
 def test_within_one_boot_equal_names_are_not_duplicates(session: ss.SubscriberSession) -> None:
