@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from pathlib import Path
 
@@ -34,6 +35,8 @@ def main() -> int:
     args = parser.parse_args()
     if args.minutes is not None and args.name != "soak":
         parser.error("--minutes is the length of soak")
+    # So that blocks that own processes end them when somebody stops the benchmark.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     options = {} if args.minutes is None else {"minutes": args.minutes}
     report = importlib.import_module(f"benchmarks.{args.name}").run(quick=args.quick, **options)
     print_report(report)

@@ -171,8 +171,8 @@ class Processes:
         with Control(address) as control:
             while time.monotonic() < deadline_s:
                 with contextlib.suppress(HeadraceError):
-                    workers = control.status(5.0)["workers"]
-                    if sum(worker["state"] == "ready" for worker in workers) >= count:
+                    status: dict[str, Any] = dict(control.status(5.0))
+                    if sum(worker["state"] == "ready" for worker in status["workers"]) >= count:
                         return
                 time.sleep(0.05)
         raise RuntimeError(f"{count} workers were not ready within {LIMIT_S:g} s")

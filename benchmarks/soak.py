@@ -16,7 +16,7 @@ from benchmarks import graphs
 from benchmarks.lanes import INLINE, SHM, has_lane
 from benchmarks.mean import LOAD, SIDE, mean_config
 from benchmarks.processes import Processes
-from benchmarks.report import Budget, Report, Table, median
+from benchmarks.report import Budget, Cell, Report, Table, median
 from benchmarks.throughput import Window, headrace_throughput
 
 #: Share of the reached throughput that is asked for.
@@ -83,7 +83,7 @@ def _quarter(windows: list[dict[str, float]], number: int, figure: str) -> float
 
 def _table(windows: list[dict[str, float]], rate: float, lane: str) -> Table:
     figures = [name for name in windows[0] if name not in {"minute", "sent", "lost"}]
-    rows = tuple(
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
         (
             figure,
             *(_quarter(windows, number, figure) for number in range(4)),
