@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 import zmq
 
-from headrace.errors import ConfigError, RemoteError, RemoteProtocolError, UnreachableError
+from headrace.errors import Code, ConfigError, RemoteError, RemoteProtocolError, UnreachableError
 from headrace.protocol import codec
 from headrace.protocol.messages import Discover, Endpoints, Limits, Refused
 
@@ -180,7 +180,7 @@ def discover(
     second; when it says yes the discovery ends as if the time were over.
 
     Raises ConfigError for an address that can't be read, UnreachableError when nothing answered in
-    time, RemoteError when the peer refused.
+    time, RemoteError when the peer refused or speaks another protocol version.
     """
     wanted = parse(address)
     deadline = time.monotonic() + timeout_s
@@ -197,7 +197,7 @@ def discover(
         if endpoints is not None:
             return endpoints
         if time.monotonic() >= deadline or should_stop():
-            raise UnreachableError(f"{wanted}: no broker answered within {timeout_s:g} s: {reason}")
+            raise UnreachableError(f"{wanted}: no broker answered within {timeout_s:.3g} s: {reason}")
         if candidates:
             reason = "no answer"
         attempt_s *= 2
@@ -237,11 +237,14 @@ def _ask(
 
 
 def _read_answer(dealer: zmq.Socket[bytes]) -> Endpoints | None:
-    """Return the endpoints, or None for anything that is not an answer of a broker."""
+    """Return the endpoints, or None for anything that is not an answer of a broker. Raises RemoteError for a
+    refusal, and for a broker of another protocol version."""
     parts = dealer.recv_multipart(zmq.NOBLOCK)
     try:
         message = codec.decode(parts, Limits())
-    except RemoteProtocolError:
+    except RemoteProtocolError as error:
+        if error.code == Code.BAD_VERSION:
+            raise  # a broker that this release can't talk to, however often it asks
         # Something else listens there. It is not a broker; keep waiting for one on the others.
         return None
     if isinstance(message, Refused):

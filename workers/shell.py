@@ -233,6 +233,8 @@ class WorkerShell:
             )
         except ConfigError as error:
             return ev.LoadFailed(ExitCode.CONFIG, str(error))
+        except RemoteProtocolError as error:
+            return ev.MessageUnreadable(error.code, error.message)
         except (HeadraceError, zmq.ZMQError) as error:
             return ev.BrokerNotFound(str(error))
         return ev.BrokerFound(endpoints)

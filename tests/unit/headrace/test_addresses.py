@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgpack
 import pytest
 import zmq
 
@@ -254,6 +255,17 @@ def test_a_refusal_is_told_as_such() -> None:
     broker = OneAnswer("tcp://127.0.0.1:*", Refused("draining", "the broker is stopping"))
     try:
         with pytest.raises(RemoteError, match="draining"):
+            addresses.discover(broker.endpoint, 5)
+    finally:
+        broker.stop()
+
+
+def test_a_broker_of_another_version_is_told_as_such() -> None:
+    """SCL-03: it would refuse for ever; what is said names the versions of both."""
+    other = msgpack.packb({"v": 2, "type": "refused", "code": "bad_version", "message": "no"})
+    broker = OneAnswer("tcp://127.0.0.1:*", other)
+    try:
+        with pytest.raises(RemoteError, match="protocol version 1, got 2"):
             addresses.discover(broker.endpoint, 5)
     finally:
         broker.stop()
