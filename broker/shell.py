@@ -124,10 +124,11 @@ class Shell:
             self._outbound.say_goodbye("the broker stops")
         finally:
             self.snapshots.close()
-            self._monitors.close()
 
     def close(self) -> None:
-        """Close the wake-up pipe, after nobody can call request_drain() or stop() any more."""
+        """Close the loop's own, whether it ran or not, after nobody can call request_drain() or stop() any
+        more. The sockets close after it: their context would wait for a monitor for ever."""
+        self._monitors.close()
         os.close(self._wake_read)
         os.close(self.wake_write)
 
