@@ -76,14 +76,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except HeadraceError as error:
         _report(error, f"error: {error}")
         return exit_code_of(error)
+    except OSError as error:
+        if error.filename is None:
+            return _internal(error)
+        # A folder that is not there, a file that may not be written: the person can mend it, we can't.
+        _report(error, f"error: {error.filename}: {error.strerror}")
+        return int(ExitCode.FAILED)
     except Exception as error:  # noqa: BLE001 - a process edge: a bug of ours ends with a code of its own
-        _report(error, f"internal error, please report it: {type(error).__name__}: {error}")
-        return int(ExitCode.INTERNAL)
+        return _internal(error)
 
 
 def main() -> None:
     """Entry point of the command ``headrace``."""
     sys.exit(run())
+
+
+def _internal(error: Exception) -> int:
+    _report(error, f"internal error, please report it: {type(error).__name__}: {error}")
+    return int(ExitCode.INTERNAL)
 
 
 def _report(error: Exception, line: str) -> None:

@@ -34,7 +34,7 @@ Examples:
   headrace push rtsp://camera/stream --stream gate --connect gpu-host
 
 Exit code 0: every frame has its outcome and none was rejected or failed. 1: some were, or were not
-delivered; the last line says how many.
+delivered, or all of the source was damaged; the last line says how many.
 """
 
 
@@ -101,7 +101,7 @@ def command(
     from headrace.clients.video.push_loop import PushOptions
 
     options = PushOptions(
-        stream=stream or stream_name(source),
+        stream=stream_name(source) if stream is None else stream,
         model=model,
         priority=priority,
         ttl_ms=ttl_ms,
@@ -185,7 +185,10 @@ class _Summary:
     @property
     def has_failures(self) -> bool:
         account = self.account
-        return bool(account.unfinished or account.rejected or account.by_status.get("error"))
+        is_all_damaged = bool(self.report.damaged_count) and not account.sent
+        return bool(
+            is_all_damaged or account.unfinished or account.rejected or account.by_status.get("error")
+        )
 
     def as_json(self) -> dict[str, object]:
         account, report = self.account, self.report
