@@ -24,6 +24,7 @@ import ctypes
 import os
 import struct
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -52,6 +53,9 @@ _ZERO_TAIL = bytes(16)
 
 #: Rows and columns of the bottom right corner that must all be equal to look like a decoder's filling.
 _CORNER = 4
+
+#: OpenCV's LOG_LEVEL_SILENT, which has no name in the older releases.
+_OPENCV_SILENT = 0
 
 #: Chunks of one PNG: a 64 MiB file in the usual 8 KiB chunks has 8,192.
 MAX_PNG_CHUNKS = 100_000
@@ -88,7 +92,9 @@ def silence_codecs() -> None:
     which our log, tracebacks and the C library's own abort messages go, stays as it is. For a worker
     process only: it changes the process. Where the C library has no such symbol nothing happens.
     """
-    cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
+    # OpenCV 4.10 to 4.12 have it at the top, later ones in utils.logging.
+    set_level: Callable[[int], object] = getattr(cv2, "setLogLevel", None) or cv2.utils.logging.setLogLevel
+    set_level(_OPENCV_SILENT)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         libc = ctypes.CDLL(None)
         libc.fopen.restype = ctypes.c_void_p
