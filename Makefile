@@ -5,7 +5,7 @@ SEEDS ?= 50
 MINUTES ?= 15
 SEED ?= 1
 
-.PHONY: check lint types test coverage demo bench docs clean chaos
+.PHONY: check lint types test coverage demo bench docs clean chaos sim canary
 
 check: lint types
 
@@ -26,6 +26,14 @@ test:
 # Faults at random on real processes. The last line is one JSON object; exit code 1 when anything is wrong.
 chaos:
 	PYTHONPATH=tests/e2e:tests/lib $(PYTHON) -P -m chaos --minutes $(MINUTES) --seed $(SEED)
+
+# make sim SEED=123 | SEEDS=500 | MINUTES=60. What is asked for on the command line wins over the defaults.
+sim:
+	PYTHONPATH=tests/simulation $(PYTHON) -P -m hr_sim sim $(if $(filter command line environment,$(origin SEED)),--seed $(SEED),\
+	  $(if $(filter command line environment,$(origin MINUTES)),--minutes $(MINUTES),--seeds $(SEEDS)))
+
+canary:
+	PYTHONPATH=tests/simulation $(PYTHON) -P -m hr_sim canary
 
 demo:
 	$(PYTHON) -P -m headrace demo

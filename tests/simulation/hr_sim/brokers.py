@@ -33,7 +33,7 @@ from headrace.protocol.messages import (
     WorkerHello,
 )
 from hr_sim.models import core_settings, endpoints
-from hr_sim.network import MS, US, Link, Node
+from hr_sim.network import CHECK_EVERY_TURNS, MS, US, Link, Node
 from hr_sim.referee import Referee
 
 if TYPE_CHECKING:
@@ -44,9 +44,6 @@ MAX_MESSAGES_PER_TURN = 256
 _ORDER = ("workers", "control", "results", "frames", "intake")
 
 MAX_BUNDLE = 64
-
-#: The core's own invariants cost a walk over all frames: they are checked once in so many turns.
-CHECK_EVERY_TURNS = 20
 
 _GRACE_NS = 500 * MS
 
@@ -74,7 +71,6 @@ class BrokerNode(Node):
         self._actions: list[act.Action] = []
         self._unreachable: list[bytes] = []
         self._greeted: dict[bytes, None] = {}
-        self._turns = 0
         self._ending_ns: int | None = None
         self.world.boots.append(self.referee)
         self.wake(self.world.now_ns)
@@ -150,6 +146,7 @@ class BrokerNode(Node):
         self.referee.end(is_crash=False)
         # What it had sent leaves before the process ends (linger).
         self.world.after(MS, self._leave, self.run)
+        self.world.after(200 * MS, self.world.start_again, self)
 
     def _leave(self, run: int) -> None:
         if run == self.run and not self.is_up:

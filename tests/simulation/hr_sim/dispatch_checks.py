@@ -73,6 +73,9 @@ class DispatchChecks:
 
     def wait(self, seen: Seen) -> None:
         """A frame was admitted."""
+        if seen.deadline_ns is not None and self._referee.settings.check_deadlines:
+            # It may be ended early, as one that would be too late, and wait for its turn to be published.
+            return
         levels = self._referee.settings.limits.priority_levels
         self._waiting.setdefault(seen.class_key, {})[seen.id] = seen
         counts = self._by_priority.setdefault(seen.class_key, [0] * levels)
@@ -89,7 +92,7 @@ class DispatchChecks:
 
     def send(self, peer: bytes, batch: Batch, now_ns: int) -> None:
         """Judge a batch that is sent."""
-        frames = [self._referee.frames[frame.meta["id"]] for frame in batch.frames]  # type: ignore[index,call-overload]
+        frames = [self._referee.frames[frame.pts_ns or 0] for frame in batch.frames]
         first = frames[0]
         self._referee.frame_event_count += len(frames)
         holder = self._holders.get(peer)
@@ -151,6 +154,8 @@ class DispatchChecks:
             raise self._wrong(f"{where} holds it under another name", seen)
         if seen.status is not None or seen.result is not None:
             raise self._wrong(f"{where} holds a frame that has ended: {seen.status} {seen.result}", seen)
+        if self._referee.is_poisoned(seen):
+            raise self._wrong(f"{where} holds content that is known to kill workers", seen)
         if seen.is_superseded:
             raise self._wrong(f"{where} holds a superseded frame", seen)
         if seen.deadline_ns is not None and now_ns >= seen.deadline_ns:
@@ -164,7 +169,9 @@ class DispatchChecks:
         fresh = [seen for seen in frames if not seen.dispatched_count]
         for seen in frames:
             self.leave(seen)
-        counts = self._by_priority[key]
+        counts = self._by_priority.get(key)
+        if counts is None:
+            return
         for seen in fresh:
             is_young = now_ns < seen.waits_from_ns + self._ageing_ns
             above = sum(counts[seen.priority + 1 :])
@@ -330,7 +337,8 @@ class DispatchChecks:
         if silent_ns < needed_ns:
             raise AssertionError(f"{worker} is lost as {reason!r} {silent_ns / MS} ms after it was heard")
         for number in tuple(holder.batches):
-            for seen in self._close(holder, number):
+            frames = self._close(holder, number)
+            for seen in frames:
                 self._requeued_count[seen.class_key] = self._requeued_count.get(seen.class_key, 0) + 1
                 if reason == "reconnected":
                     continue
@@ -338,6 +346,16 @@ class DispatchChecks:
                     self._undecided.append(seen)
                 else:
                     seen.lost_count += 1
+                    if seen.lost_count >= self._max_attempts and len(frames) == 1:
+                        self._end_copies(seen)
+
+    def _end_copies(self, guilty: Seen) -> None:
+        """A frame was alone with the last worker that was lost with it: its content is refused from now on,
+        and what waits of it ends, too."""
+        self._referee.poison(guilty)
+        for seen in tuple(self._waiting.get(guilty.class_key, {}).values()):
+            if self._referee.is_poisoned(seen):
+                self.leave(seen)
 
     def note_poisoned(self, seen: Seen, peer: bytes, number: int) -> None:
         """A frame has killed the worker that ran it: so often, and no more."""

@@ -73,7 +73,6 @@ class Faults:
         if not broker.is_up:
             return False
         broker.stop()
-        self._world.after(_NS_PER_S, self._world.start_again, broker)
         return True
 
     def _broker_pause(self) -> bool:

@@ -49,7 +49,7 @@ class FrameMaker:
         )
 
     def make(self, plan: StreamPlan, seq: int | None, epoch: int | None) -> Frame:
-        """Return the next frame of a stream. ``meta`` holds its id."""
+        """Return the next frame of a stream. ``pts_ns`` is its id, and ``meta`` holds it, too."""
         options, rng, shares = self._options, self._rng, self._options.shares
         self.last_id += 1
         side = rng.choice(plan.sides)
@@ -59,9 +59,12 @@ class FrameMaker:
         for fate in FATES:
             if rng.random() < shares.get(fate, 0.0):
                 self.fate_of[self.last_id] = fate
+        content = self.last_id.to_bytes(8, "little")
+        if options.has_copies and self.fate_of.get(self.last_id) == "poison":
+            content = bytes(8)
         frame = Frame(
             stream=plan.name,
-            payload=self.last_id.to_bytes(8, "little") + self._padding[: nbytes - 8],
+            payload=content + self._padding[: nbytes - 8],
             nbytes=nbytes,
             shape=(side, side, 3),
             seq=seq,
@@ -70,6 +73,7 @@ class FrameMaker:
             priority=rng.randrange(options.priorities) if plan.priority is None else plan.priority,
             ttl_ms=options.ttl_ms if plan.is_timed else None,
             keep=plan.keep,
+            pts_ns=self.last_id,
             meta={"id": self.last_id},
         )
         if rng.random() < shares.get("bad", 0.0):
@@ -86,5 +90,5 @@ class FrameMaker:
 def as_received(frame: Frame | BadFrame) -> Frame | BadFrame:
     """Return what decoding makes of a frame, for worlds in which messages cross undecoded."""
     if isinstance(frame, Frame) and frame.dtype == "bool":
-        return BadFrame("bad_dtype", "bool", frame.stream, frame.seq, frame.epoch, None, frame.meta)
+        return BadFrame("bad_dtype", "bool", frame.stream, frame.seq, frame.epoch, frame.pts_ns, frame.meta)
     return frame

@@ -59,7 +59,7 @@ def core_settings(options: Options) -> CoreSettings:
         hedge_share=options.hedge_share,
         hedge_burst_frames=8,
         stuck_ms=options.stuck_ms,
-        max_attempts=2,
+        check_deadlines=options.check_deadlines,
     )
 
 

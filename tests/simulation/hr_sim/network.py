@@ -24,6 +24,10 @@ _ATTEMPT_NS = 50 * MS
 _DISCOVERY_NS = 2_000 * MS
 
 
+#: How often sessions and the core check themselves.
+CHECK_EVERY_TURNS = 20
+
+
 class Node:
     """One process. Subclasses give it a loop (``turn``) and a wake-up time."""
 
@@ -37,6 +41,7 @@ class Node:
         self.free_ns = 0
         self.links: list[Link] = []
         self._turn_ns: int | None = None
+        self._turns = 0
 
     # -- turns --------------------------------------------------------------------------------------
 
@@ -66,6 +71,12 @@ class Node:
     def turn(self, now_ns: int) -> None:
         """Hand over what arrived, then a Tick; carry out what is asked for."""
         raise NotImplementedError
+
+    def check_now_and_then(self, session: Any) -> None:
+        """Let a session check itself: it costs a walk over all it holds."""
+        self._turns += 1
+        if self._turns % CHECK_EVERY_TURNS == 0:
+            session.check_invariants()
 
     def wakeup_ns(self) -> int | None:
         """Return when the next turn is due at the latest."""

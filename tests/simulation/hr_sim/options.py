@@ -86,6 +86,8 @@ class Options:
     max_frames_per_message: int
     hedge_share: float
     stuck_ms: int
+    check_deadlines: bool
+    has_copies: bool
     rates: dict[str, float]
     shares: dict[str, float]
 
@@ -115,7 +117,7 @@ def draw(seed: int) -> Options:
         workers=rng.randint(1, 4),
         slots=rng.choice((1, 2, 2, 3)),
         subscribers=rng.randint(1, 4),
-        frames_per_s=rng.choice((50, 200, 500, 1_000)),
+        frames_per_s=rng.choice((50, 100, 200, 200, 500, 1_000)),
         burst=rng.choice((1, 1, 5, 40)),
         priorities=rng.choice((1, 1, 2, 4)),
         ttl_ms=rng.choice((5, 50, 500)),
@@ -143,6 +145,8 @@ def draw(seed: int) -> Options:
         max_frames_per_message=rng.choice((4, 256)),
         hedge_share=rng.choice((0.0, 0.02, 0.02, 0.5)),
         stuck_ms=rng.choice((200, 1_000, 30_000)),
+        check_deadlines=rng.random() < 0.5,
+        has_copies=rng.random() < 0.5,
         rates=rates,
         shares=shares,
     )

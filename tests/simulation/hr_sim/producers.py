@@ -125,7 +125,7 @@ class ProducerNode(Node):
                     raise AssertionError(f"{self.name} can't read the broker: {error}") from error
             self._carry_out(self.session.handle(event, now_ns))
         self._carry_out(self.session.handle(ps.Tick(), now_ns))
-        self.session.check_invariants()
+        self.check_now_and_then(self.session)
 
     def _carry_out(self, actions: list[ps.Action]) -> None:
         self.world.event_count += 1

@@ -63,6 +63,5 @@ class PushRecord:
 
 
 def _id_of(frame: Frame) -> int:
-    frame_id = (frame.meta or {})["id"]
-    assert isinstance(frame_id, int)
-    return frame_id
+    assert frame.pts_ns is not None
+    return frame.pts_ns

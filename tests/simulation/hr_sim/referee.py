@@ -15,7 +15,7 @@ from headrace.broker import actions as act
 from headrace.broker import events
 from headrace.broker.settings import CoreSettings
 from headrace.errors import Code
-from headrace.protocol.messages import BadFrame, Frame, Keep, Outcome, Reject, Status
+from headrace.protocol.messages import BadFrame, Frame, Keep, Outcome, Reject, ShmRef, Status
 from hr_sim.book import Result, Seen, Session, Violation
 from hr_sim.dispatch_checks import DispatchChecks
 from hr_sim.models import expected_class
@@ -27,6 +27,8 @@ MS = 1_000_000
 
 #: Codes that tell a sender to come again: they must say when.
 _RETRY_CODES = frozenset({Code.QUEUE_FULL, Code.STREAM_QUEUE_FULL, Code.BYTES_FULL, Code.STREAM_OWNED})
+
+_CODES = frozenset(code.value for code in Code)
 
 #: A Tick may come this much later than it was asked for, beside pauses and the length of a turn.
 _LATE_NS = 5 * MS
@@ -65,6 +67,7 @@ class Referee:
         self._deadlines: list[tuple[int, int]] = []
         self._specs = {spec.spec.name: spec.spec for spec in settings.models}
         self._arriving: Seen | None = None
+        self._poisons: set[tuple[tuple[str, str], bytes]] = set()
 
     # -- the seam -----------------------------------------------------------------------------------
 
@@ -155,12 +158,12 @@ class Referee:
         session = None if peer is None else self.sessions.get(peer)
         if session is not None:
             session.received_count += 1
-        if not frame.stream or not isinstance(frame.meta, dict):
+        if not frame.stream or frame.pts_ns is None:
             self.counts[Status.REJECTED] += 1
             if session is not None:
                 session.concluded_count += 1
             return None
-        frame_id = frame.meta["id"]
+        frame_id = frame.pts_ns
         seen = self.frames.get(frame_id)
         if seen is not None:
             self._arrive_again(seen, session)
@@ -206,7 +209,7 @@ class Referee:
 
     def _judge_reject(self, frame: Frame | BadFrame, reject: Reject) -> None:
         key = (frame.stream or "", frame.epoch or 0, frame.seq or 0)
-        if not reject.code or reject.code not in {code.value for code in Code}:
+        if not reject.code or reject.code not in _CODES:
             raise Violation(f"a reject without a known code: {reject}", key)
         if reject.code in _RETRY_CODES and not reject.retry_after_ms:
             raise Violation(f"{reject.code} without retry_after_ms", key)
@@ -214,7 +217,7 @@ class Referee:
             raise Violation(f"a reject for another frame: {reject}", key)
         if reject.code == Code.CREDIT_EXCEEDED:
             raise Violation("a producer that keeps to its credits is told that it exceeds them", key)
-        seen = None if not isinstance(frame.meta, dict) else self.frames.get(frame.meta["id"])
+        seen = None if frame.pts_ns is None else self.frames.get(frame.pts_ns)
         if seen is not None and seen.status is not Status.REJECTED:
             raise Violation(f"rejected as {reject.code}, but it is {seen.status}", key)
 
@@ -249,7 +252,8 @@ class Referee:
         if old is None or old.dispatched_count or old.is_superseded:
             return
         # Its outcome may be out already, or wait for those of the frames before it.
-        if old.status is Status.SUPERSEDED or (old.status is None and self.dispatch.leave(old)):
+        if old.status in {None, Status.SUPERSEDED}:
+            self.dispatch.leave(old)
             old.is_superseded = True
             if old.class_key == seen.class_key and old.priority == seen.priority:
                 seen.waits_from_ns = old.waits_from_ns
@@ -266,9 +270,11 @@ class Referee:
         if outcome.pub_seq != expected:
             raise Violation(f"pub_seq {outcome.pub_seq} follows {expected - 1}", key)
         self.next_pub_seq[outcome.stream] = expected + 1
-        seen = self.frames.get(outcome.meta["id"]) if outcome.meta is not None else None  # type: ignore[arg-type]
+        seen = None if outcome.pts_ns is None else self.frames.get(outcome.pts_ns)
         if seen is None:
             raise Violation("an outcome for a frame that never arrived", key)
+        if outcome.meta != seen.frame.meta:
+            raise Violation(f"the outcome's meta is {outcome.meta}", key)
         if seen.status is not None:
             raise Violation(f"a second outcome, {outcome.status}, after {seen.status}", key)
         if (seen.stream, seen.epoch) != key[:2] or seen.seq not in {None, outcome.seq}:
@@ -305,7 +311,8 @@ class Referee:
         elif status is Status.ERROR:
             self._judge_error(seen, code)
         elif status is Status.EXPIRED:
-            if seen.deadline_ns is None or now_ns < seen.deadline_ns:
+            is_early = seen.deadline_ns is None or now_ns < seen.deadline_ns
+            if is_early and (seen.deadline_ns is None or not self._may_end_early(seen)):
                 raise Violation(f"expired at {now_ns}, deadline {seen.deadline_ns}", seen.key)
             held_ms = (now_ns - seen.sent_ns) // MS
             if seen.result is not None or (seen.in_flight and held_ms < self.settings.overdue_min_ms):
@@ -313,7 +320,7 @@ class Referee:
         elif status is Status.SUPERSEDED:
             if not seen.is_superseded and not self._is_superseded_now(seen):
                 raise Violation("superseded, but nothing newer came while it waited", seen.key)
-        elif not code or code not in {each.value for each in Code}:
+        elif not code or code not in _CODES:
             raise Violation(f"rejected without a known code: {code!r}", seen.key)
         if status is not Status.REJECTED and outcome.attempt != seen.dispatched_count:
             raise Violation(f"attempt {outcome.attempt}: {seen.dispatched_count} batches held it", seen.key)
@@ -325,6 +332,18 @@ class Referee:
             raise Violation(f"{told}, but no worker it was with said so: {results}", seen.key)
         if outcome.status is Status.OK and outcome.outputs != seen.id:
             raise Violation(f"the result of frame {outcome.outputs}", seen.key)
+
+    def _may_end_early(self, seen: Seen) -> bool:
+        """Tell whether a frame may end because it would be too late: a waiting one, and only if asked for."""
+        return self.settings.check_deadlines and not seen.in_flight and seen.result is None
+
+    def poison(self, seen: Seen) -> None:
+        """A frame's content kills workers."""
+        self._poisons.add(_content_of(seen))
+
+    def is_poisoned(self, seen: Seen) -> bool:
+        """Tell whether a frame's content has been found to kill workers of its model."""
+        return isinstance(seen.frame, Frame) and _content_of(seen) in self._poisons
 
     def _is_superseded_now(self, seen: Seen) -> bool:
         """Tell whether the frame that is just arriving may supersede this one."""
@@ -340,12 +359,13 @@ class Referee:
 
     def _judge_error(self, seen: Seen, code: str) -> None:
         if code in {Code.WORKER_LOST, Code.POISON_FRAME}:
-            if seen.lost_count < self.settings.max_attempts:
+            is_copy = code == Code.POISON_FRAME and self.is_poisoned(seen)
+            if seen.lost_count < self.settings.max_attempts and not is_copy:
                 raise Violation(f"{code} after {seen.lost_count} lost workers", seen.key)
         elif code == Code.SHUTDOWN:
             if not self.is_draining:
                 raise Violation("shut down, but nobody asked for that", seen.key)
-        elif code != Code.POISON_FRAME:
+        else:
             raise Violation(f"error {code}, but no worker said so", seen.key)
 
     # -- deadlines ----------------------------------------------------------------------------------
@@ -406,8 +426,14 @@ class Referee:
                 if seen.epoch == session.epoch and seen.seq is not None and seen.seq <= watermark:
                     raise Violation(f"credit up to {watermark} of {stream}, but it is unfinished", seen.key)
 
-    def note_poisoned(self, link: Any, number: int, meta: Any) -> None:
+    def note_poisoned(self, link: Any, number: int, frame_id: int) -> None:
         """A frame has killed the worker that ran it."""
-        seen = self.frames.get(meta["id"])
+        seen = self.frames.get(frame_id)
         if seen is not None and link is not None:
             self.dispatch.note_poisoned(seen, link.peer, number)
+
+
+def _content_of(seen: Seen) -> tuple[tuple[str, str], bytes]:
+    payload = seen.frame.payload if isinstance(seen.frame, Frame) else b""
+    assert not isinstance(payload, ShmRef)
+    return seen.class_key, bytes(payload)

@@ -75,6 +75,9 @@ class SubscriberRecord:
             return
         if missed.last < missed.first:
             raise Violation(f"{self.name} is told an empty range: {missed}")
+        broker = self._world.broker
+        if missed.boot == broker.boot and not broker.has_left_ring(missed.stream, missed.last):
+            raise Violation(f"{self.name} is told {missed}, but the broker still has {missed.last}")
         self._advance(missed.boot, missed.stream, missed.first, missed.last + 1, None)
 
     def _advance(

@@ -121,7 +121,7 @@ class SubscriberNode(Node):
             self._answers.clear()
             self._handle(se.Disconnected(reason), now_ns)
         self._handle(se.Tick(self._has_room()), now_ns)
-        self.session.check_invariants()
+        self.check_now_and_then(self.session)
 
     def _read(self, message: Any) -> Any:
         try:

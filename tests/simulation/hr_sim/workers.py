@@ -108,7 +108,7 @@ class WorkerNode(Node):
                     raise AssertionError(f"{self.name} can't read the broker: {error}") from error
             self._feed(event, now_ns)
         self._feed(ev.Tick(), now_ns)
-        self.session.check_invariants()
+        self.check_now_and_then(self.session)
 
     def _feed(self, event: ev.Event, now_ns: int) -> None:
         if not self.is_up:
@@ -225,11 +225,11 @@ class WorkerNode(Node):
             return
         batch, self._running = self._running, None
         self._is_hung = False
-        fates = [self._fate_of(frame.meta) for frame in batch.frames]
+        fates = [self.world.frames.fate_of.get(frame.pts_ns or 0, "") for frame in batch.frames]
         if "poison" in fates:
             guilty = batch.frames[fates.index("poison")]
             self.world.count_fault("poison")
-            self.world.broker.referee.note_poisoned(self._link, batch.batch, guilty.meta)
+            self.world.broker.referee.note_poisoned(self._link, batch.batch, guilty.pts_ns or 0)
             self.kill()
             self.world.after(50 * MS, self.world.start_again, self)
             return
@@ -238,7 +238,7 @@ class WorkerNode(Node):
             self._answer(Failed(batch.batch, Code.BATCH_FAILED, "it broke"))
         else:
             results = [
-                self._result_of(frame.meta, fate) for frame, fate in zip(batch.frames, fates, strict=True)
+                self._result_of(frame.pts_ns, fate) for frame, fate in zip(batch.frames, fates, strict=True)
             ]
             if "miscount" in fates:
                 self.world.count_fault("miscount")
@@ -252,11 +252,8 @@ class WorkerNode(Node):
         self._dropped.discard(message.batch)
         self._feed_later(ev.BatchFinished(message))
 
-    def _fate_of(self, meta: Any) -> str:
-        return self.world.frames.fate_of.get(meta["id"], "")
-
-    def _result_of(self, meta: Any, fate: str) -> FrameResult:
+    def _result_of(self, frame_id: int | None, fate: str) -> FrameResult:
         if fate == "damaged":
             self.world.count_fault("damaged")
             return FrameResult(Status.ERROR, Code.DAMAGED_IMAGE, "cut short")
-        return FrameResult(Status.OK, outputs=meta["id"])
+        return FrameResult(Status.OK, outputs=frame_id)

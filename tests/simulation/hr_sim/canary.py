@@ -1,0 +1,381 @@
+"""Bugs planted into the core, one at a time: a simulator that lets one through is not worth its time.
+
+Each canary replaces one method of the production core by one that is wrong now and then, as a slip would be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from headrace.broker.actions import SendReject
+from headrace.broker.admission import Admission
+from headrace.broker.batch_ends import BatchEnds
+from headrace.broker.dispatch import Dispatcher
+from headrace.broker.heartbeats import Heartbeats
+from headrace.broker.hedging import Hedges
+from headrace.broker.inflight import Ledger
+from headrace.broker.outcomes import OutcomeLog
+from headrace.broker.producer_registry import ProducerRegistry
+from headrace.broker.queues import ClassQueue
+from headrace.broker.records import End, FrameState
+from headrace.broker.recovery import Recovery
+from headrace.broker.room import Room
+from headrace.broker.size_class import SizeClasses
+from headrace.broker.stream_table import EpochHistory
+from headrace.broker.worker_life import WorkerLife
+from headrace.errors import Code
+from headrace.protocol.messages import Status
+from hr_sim.world import SimulationError, run_seed
+
+#: name -> (class, method, what replaces it: a function of the original).
+CANARIES: dict[str, tuple[type, str, Callable[[Any], Any]]] = {}
+
+
+def _plant(owner: type, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        CANARIES[make.__name__] = (owner, method, make)
+        return make
+
+    return add
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Plant one bug for as long as the context lasts."""
+    owner, method, make = CANARIES[name]
+    original = owner.__dict__[method]
+    setattr(owner, method, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+def catch(name: str, seeds: int) -> tuple[int | None, str]:
+    """Return how many seeds it took to see the bug (None: not seen), and what was seen.
+
+    Only a promise that is broken counts, in a seed that passes without the bug."""
+    for seed in range(seeds):
+        with planted(name):
+            try:
+                run_seed(seed)
+                continue
+            except SimulationError as error:
+                finding = str(error).partition("\n")[0]
+                is_promise = isinstance(error.__cause__, AssertionError)
+        run_seed(seed)
+        if is_promise:
+            return seed + 1, finding
+    return None, f"{seeds} seeds passed"
+
+
+# -- frames ------------------------------------------------------------------------------------------
+
+
+@_plant(Recovery, "suspect")
+def dropped_requeue(original: Any) -> Any:
+    def suspect(self: Any, batch: Any, *rest: Any) -> None:
+        if len(batch.records) > 1:
+            batch.records = batch.records[:-1]
+        original(self, batch, *rest)
+
+    return suspect
+
+
+@_plant(OutcomeLog, "_publish")
+def double_publish(original: Any) -> Any:
+    def publish(self: Any, stream: Any, outcome: Any, actions: Any) -> None:
+        original(self, stream, outcome, actions)
+        if outcome.seq % 50 == 49:
+            original(self, stream, replace(outcome, pub_seq=stream.next_pub_seq), actions)
+
+    return publish
+
+
+@_plant(OutcomeLog, "_publish")
+def skipped_pub_seq(original: Any) -> Any:
+    def publish(self: Any, stream: Any, outcome: Any, actions: Any) -> None:
+        original(self, stream, outcome, actions)
+        if outcome.seq % 100 == 99:
+            stream.ring.clear()
+            stream.next_pub_seq += 1
+
+    return publish
+
+
+@_plant(OutcomeLog, "finish")
+def order_bypassed(original: Any) -> Any:
+    def finish(self: Any, record: Any, end: Any, now_ns: int, actions: Any) -> None:
+        stream = self._streams.by_name[record.frame.stream]
+        if end.status is Status.OK and record.state is not FrameState.FINISHED and record in stream.order:
+            # Released as soon as it is done, whatever is before it.
+            stream.order.remove(record)
+            stream.order.appendleft(record)
+        original(self, record, end, now_ns, actions)
+
+    return finish
+
+
+@_plant(OutcomeLog, "_release")
+def byte_budget_leak(original: Any) -> Any:
+    def release(self: Any, stream: Any, record: Any, end: Any, *rest: Any) -> None:
+        original(self, stream, record, end, *rest)
+        if end.status is Status.EXPIRED:
+            self.unfinished_bytes += record.nbytes
+
+    return release
+
+
+@_plant(Room, "_check_bytes")
+def byte_budget_ignored(_original: Any) -> Any:
+    return lambda _self, _stream, _frame, _old: None
+
+
+@_plant(OutcomeLog, "_release")
+def miscounted_end(original: Any) -> Any:
+    def release(self: Any, stream: Any, record: Any, end: Any, *rest: Any) -> None:
+        original(self, stream, record, end, *rest)
+        if end.status is Status.ERROR:
+            self.account.error -= 1
+            self.account.ok += 1
+
+    return release
+
+
+@_plant(EpochHistory, "has_seen")
+def duplicate_unknown(original: Any) -> Any:
+    def has_seen(self: Any, seq: int) -> bool:
+        return original(self, seq) and seq != self.last_seq
+
+    return has_seen
+
+
+@_plant(Admission, "_push_latest")
+def latest_supersedes_in_flight(original: Any) -> Any:
+    last: dict[str, Any] = {}
+
+    def push_latest(self: Any, stream: Any, record: Any, served: Any, now_ns: int, actions: Any) -> None:
+        old = last.get(stream.name)
+        last[stream.name] = record
+        original(self, stream, record, served, now_ns, actions)
+        if old is not None and old.state is FrameState.IN_FLIGHT and stream.order[0] is old:
+            self._outcomes.finish(old, End(Status.SUPERSEDED, Code.NEWER_FRAME, ""), now_ns, actions)
+
+    return push_latest
+
+
+@_plant(Admission, "_refuse")
+def reject_untold(original: Any) -> Any:
+    def refuse(self: Any, *rest: Any) -> None:
+        actions = rest[-1]
+        original(self, *rest)
+        actions[:] = [action for action in actions if not isinstance(action, SendReject)]
+
+    return refuse
+
+
+# -- credit ------------------------------------------------------------------------------------------
+
+
+@_plant(ProducerRegistry, "conclude")
+def credit_off_by_one(original: Any) -> Any:
+    def conclude(self: Any, session: Any, status: Any) -> None:
+        original(self, session, status)
+        if session.finished == 40:
+            session.finished += 1
+
+    return conclude
+
+
+@_plant(ProducerRegistry, "conclude_record")
+def watermark_too_high(original: Any) -> Any:
+    def conclude_record(self: Any, record: Any, status: Any) -> None:
+        original(self, record, status)
+        session = self.by_peer.get(record.peer)
+        if session is not None and record.frame.stream in session.moved:
+            session.moved[record.frame.stream] += 1
+
+    return conclude_record
+
+
+# -- batches -----------------------------------------------------------------------------------------
+
+
+@_plant(ClassQueue, "pop_expired")
+def expired_dispatched(original: Any) -> Any:
+    def pop_expired(self: Any, now_ns: int) -> list[Any]:
+        # Off by a moment: those whose deadline is just now are left in.
+        return list(original(self, now_ns - 5_000_000))
+
+    return pop_expired
+
+
+@_plant(ClassQueue, "next_expiry_ns")
+def expiry_not_woken_for(_original: Any) -> Any:
+    return lambda _self: None
+
+
+@_plant(ClassQueue, "_age")
+def ageing_switched_off(_original: Any) -> Any:
+    return lambda _self, _now_ns: None
+
+
+@_plant(ClassQueue, "_best")
+def priority_ignored(original: Any) -> Any:
+    def best(self: Any) -> Any:
+        for queue in self._queues:
+            top = queue.heap.peek()
+            if top is not None:
+                return top[1]
+        return original(self)
+
+    return best
+
+
+@_plant(WorkerLife, "ready")
+def slot_exceeded(original: Any) -> Any:
+    def ready(self: Any, peer: bytes, message: Any, *rest: Any) -> None:
+        original(self, peer, replace(message, slots=message.slots + 1), *rest)
+
+    return ready
+
+
+@_plant(Dispatcher, "_take")
+def batch_mixes_classes(original: Any) -> Any:
+    def take(self: Any, served: Any, count: int, now_ns: int, *rest: Any) -> Any:
+        records = original(self, served, count, now_ns, *rest)
+        for other in self._models.classes:
+            if other is not served and len(records) > 1 and len(other.queue) and not other.queue.has_exact:
+                served.queue.push_front(records.pop(), now_ns)
+                records += other.queue.take(1, now_ns)
+                break
+        return records
+
+    return take
+
+
+@_plant(Dispatcher, "_take")
+def batch_too_large(original: Any) -> Any:
+    return lambda self, served, count, *rest: original(self, served, count + 1, *rest)
+
+
+@_plant(SizeClasses, "place")
+def nearest_class(original: Any) -> Any:
+    def place(self: Any, frame: Any) -> Any:
+        placed = original(self, frame)
+        names = self.names
+        if getattr(placed, "name", None) in names[1:] and frame.seq is not None and frame.seq % 20 == 19:
+            return self.get(names[0])
+        return placed
+
+    return place
+
+
+# -- workers -----------------------------------------------------------------------------------------
+
+
+@_plant(BatchEnds, "done")
+def late_done_published(original: Any) -> Any:
+    held: dict[int, Any] = {}
+
+    def done(self: Any, peer: bytes, message: Any, now_ns: int, actions: Any) -> None:
+        for batch in self._ledger.batches.values():
+            held[batch.batch] = list(batch.records)
+        is_known = message.batch in self._ledger.batches
+        original(self, peer, message, now_ns, actions)
+        if not is_known:
+            for record in held.get(message.batch, ()):
+                if self._outcomes._streams.by_name.get(record.frame.stream) is not None:
+                    self._outcomes.finish(
+                        record, End(Status.OK, worker="late", batch_size=1), now_ns, actions
+                    )
+
+    return done
+
+
+@_plant(BatchEnds, "_recover_failed")
+def neighbours_blamed(original: Any) -> Any:
+    def recover_failed(self: Any, batch: Any, failed: Any, now_ns: int, actions: Any) -> None:
+        if failed.code == Code.SHUTDOWN:
+            original(self, batch, failed, now_ns, actions)
+            return
+        for record in batch.records:
+            end = End(Status.ERROR, Code.BATCH_FAILED, "", batch.worker.id, len(batch.records))
+            self._outcomes.finish(record, end, now_ns, actions)
+
+    return recover_failed
+
+
+@_plant(Recovery, "suspect")
+def poison_never_ends(original: Any) -> Any:
+    def suspect(self: Any, batch: Any, *rest: Any) -> None:
+        for record in batch.records:
+            record.lost_with = 0
+        original(self, batch, *rest)
+
+    return suspect
+
+
+@_plant(Recovery, "suspect")
+def suspects_in_company(_original: Any) -> Any:
+    def suspect(self: Any, batch: Any, now_ns: int, _actions: Any) -> None:
+        self.put_back(batch, now_ns)
+
+    return suspect
+
+
+@_plant(Heartbeats, "pop_due")
+def impatient_heartbeats(original: Any) -> Any:
+    def pop_due(self: Any, now_ns: int) -> Any:
+        self.silence_ns = self.interval_ns
+        return original(self, now_ns)
+
+    return pop_due
+
+
+@_plant(Ledger, "close")
+def batch_left_in_pool(original: Any) -> Any:
+    def close(self: Any, batch: Any) -> None:
+        original(self, batch)
+        if batch.batch % 40 == 39:
+            # Its slot is never given back.
+            batch.worker.slots -= 1
+
+    return close
+
+
+@_plant(Hedges, "can_afford")
+def hedge_budget_ignored(_original: Any) -> Any:
+    return lambda _self, _count: True
+
+
+@_plant(Hedges, "_cancel")
+def hedge_loser_counts(_original: Any) -> Any:
+    return lambda _self, _batch, _actions: None
+
+
+# -- outcomes ----------------------------------------------------------------------------------------
+
+
+@_plant(OutcomeLog, "replay")
+def replay_leaves_out(original: Any) -> Any:
+    def replay(self: Any, *rest: Any) -> Any:
+        outcomes, missed, has_more = original(self, *rest)
+        return (outcomes[1:] if len(outcomes) > 2 else outcomes), missed, has_more
+
+    return replay
+
+
+@_plant(OutcomeLog, "replay")
+def missed_too_much(original: Any) -> Any:
+    def replay(self: Any, *rest: Any) -> Any:
+        outcomes, missed, has_more = original(self, *rest)
+        if len(outcomes) > 1:
+            first = outcomes[0].pub_seq
+            return outcomes[1:], [*missed, (first, first + 1)], has_more
+        return outcomes, missed, has_more
+
+    return replay
