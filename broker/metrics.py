@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from headrace.broker.counters import Counters, JournalCounts
@@ -22,6 +21,9 @@ from headrace.broker.snapshot import Snapshot, Snapshots
 #: How long a scrape waits for the loop. Prometheus gives up after 10 s by default; a loop that does not turn
 #: within this is overloaded, and its last figures with their age say more than an error.
 SNAPSHOT_TIMEOUT_S = 2.0
+
+#: The format that generate_latest() writes. Older releases of prometheus_client have no name for it.
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 #: status() of the core is nested plain data; what each part holds is written in broker/status.py.
 Status: TypeAlias = "dict[str, Any]"
@@ -37,7 +39,7 @@ def render_metrics(snapshots: Snapshots) -> Answer:
         return 503, PLAIN, b"the loop has not turned yet\n"
     registry = CollectorRegistry()
     registry.register(_SnapshotCollector(snapshot))
-    return 200, CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry)
+    return 200, _CONTENT_TYPE, generate_latest(registry)
 
 
 def render_readiness(snapshots: Snapshots) -> Answer:

@@ -17,7 +17,7 @@ import click
 from headrace import __version__, logs
 from headrace.cli import broker, demo, push, status, up, watch, worker
 from headrace.cli.common import put, say
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, UnreachableError
 from headrace.exit_codes import ExitCode, exit_code_of
 
 _EPILOG = """\b
@@ -73,6 +73,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         _say("interrupted")
         return int(ExitCode.INTERRUPTED)
+    except UnreachableError as error:
+        _report(error, f"error: {error}: start one with `headrace up`, or name another with --connect")
+        return exit_code_of(error)
     except HeadraceError as error:
         _report(error, f"error: {error}")
         return exit_code_of(error)

@@ -17,19 +17,16 @@ Examples:
 """
 
 
-class _Fps(click.ParamType[object]):
-    name = "N|native"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        if value == "native" or isinstance(value, float):
-            return value
-        try:
-            number = float(str(value))
-        except ValueError:
-            number = 0.0
-        if not 0 < number <= 1_000:
-            self.fail(f"{value!r} is neither a number above 0 and up to 1000 nor 'native'", param, ctx)
-        return number
+def _fps(_context: click.Context, _option: click.Parameter, value: str) -> float | Literal["native"]:
+    if value == "native":
+        return "native"
+    try:
+        number = float(value)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= 1_000:
+        raise click.BadParameter(f"{value!r} is neither a number above 0 and up to 1000 nor 'native'")
+    return number
 
 
 @click.command("demo", epilog=_EPILOG, short_help="See it work on three videos.")
@@ -42,7 +39,8 @@ class _Fps(click.ParamType[object]):
 )
 @click.option(
     "--fps",
-    type=_Fps(),
+    metavar="N|native",
+    callback=_fps,
     default="2",
     show_default=True,
     help="Frames analysed per second and camera; native = every frame, which overloads two cores on purpose.",
@@ -56,7 +54,7 @@ class _Fps(click.ParamType[object]):
     help="Folder for the annotated videos and the log.",
 )
 @json_option("Print one JSON object on stdout at the end, and nothing else there.")
-def command(*, seconds: float, fps: object, workers: int, out: Path, as_json: bool) -> int:
+def command(*, seconds: float, fps: float | Literal["native"], workers: int, out: Path, as_json: bool) -> int:
     """Find text in three videos that play as cameras, with everything running on this machine.
 
     Starts a broker and CPU workers, plays three clips of different sizes in real time, shows what
@@ -66,5 +64,4 @@ def command(*, seconds: float, fps: object, workers: int, out: Path, as_json: bo
     set_up_logs()
     from headrace.demo.runner import run_demo
 
-    rate: float | Literal["native"] = fps if isinstance(fps, float) else "native"
-    return run_demo(seconds=seconds, fps=rate, out_dir=out, as_json=as_json, workers=workers)
+    return run_demo(seconds=seconds, fps=fps, out_dir=out, as_json=as_json, workers=workers)

@@ -97,7 +97,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (
             ["status", "--connect", "ipc:///nowhere/s", "--timeout", "0.2"],
             ExitCode.UNAVAILABLE,
-            ["/nowhere/s"],
+            ["/nowhere/s", "`headrace up`", "--connect"],
         ),
         (["watch", "a", "b/"], ExitCode.USAGE, ["'b/' is a prefix"]),
         (["push", "none.mp4"], ExitCode.FAILED, ["none.mp4"]),
