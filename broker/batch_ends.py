@@ -119,7 +119,7 @@ class BatchEnds:
         has_left = self._hedges.give_up(batch, now_ns, actions)
         self._dispatcher.settle(batch, now_ns)
         if has_left:
-            self._recover_failed(batch, failed, now_ns, actions)
+            self._recover_failed(batch, failed, count, now_ns, actions)
         values: dict[str, Value] = {
             "worker": worker.id,
             "batch": batch.batch,
@@ -130,13 +130,14 @@ class BatchEnds:
         self._life.forget_if_done(worker, now_ns, actions)
 
     def _recover_failed(
-        self, batch: InFlightBatch, failed: Failed, now_ns: int, actions: list[Action]
+        self, batch: InFlightBatch, failed: Failed, count: int, now_ns: int, actions: list[Action]
     ) -> None:
+        """``count`` frames were run together; those of them that have not ended yet are still in the batch."""
         records = batch.records
         if failed.code == Code.SHUTDOWN:
             # Handed back unrun by a worker that stops.
             self._recovery.put_back(batch, now_ns)
-        elif len(records) == 1:
+        elif count == 1:
             message = f"the batch of this frame alone failed: {failed.message}"
             end = End(Status.ERROR, Code.BATCH_FAILED, message, batch.worker.id, 1)
             self._outcomes.finish(records[0], end, now_ns, actions)

@@ -91,12 +91,14 @@ class Recovery:
                 batch.served.queue.push_front(record, now_ns)
 
     def halve(self, batch: InFlightBatch, code: str, now_ns: int) -> None:
-        """The batch failed as a whole and holds more than one frame: each half is tried again."""
+        """The batch failed as a whole and more than one frame was run: each half of what is left is tried
+        again. One frame that is left alone (the others have expired meanwhile) is not the guilty one yet."""
         half = (len(batch.records) + 1) // 2
         for part in (batch.records[:half], batch.records[half:]):
             for record in part:
                 self._requeue(record, now_ns, f"batch {batch.batch} failed: {code}")
-            batch.served.queue.push_exact(part)
+            if part:
+                batch.served.queue.push_exact(part)
 
     def end_waiting(self, record: FrameRecord, end: End, now_ns: int, actions: list[Action]) -> None:
         """End a frame that has just been taken out of its line."""

@@ -386,6 +386,23 @@ class TestBatchEnds:
             (2, "ok", ""),
         ]
 
+    def test_frame_left_of_a_failing_batch_is_not_blamed(self) -> None:
+        """Its neighbour expired in the overdue batch, which then failed: the frame runs alone before it ends."""
+        driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))
+        driver.join_worker(b"w1")
+        driver.push(hr.frame(seq=0, ttl_ms=200), hr.frame(seq=1))
+        (sent,) = hr.batches(driver.tick())
+        expired = hr.ends(driver.wait(300))
+
+        failed = hr.ends(driver.fail(sent))
+        (again,) = hr.batches(driver.tick())
+
+        assert expired == [("cam-1", 0, "expired", "deadline")]
+        assert failed == []
+        assert hr.seqs(again.batch) == [1]
+        assert hr.ends(driver.done(again)) == [("cam-1", 1, "ok", "")]
+        driver.core.check_invariants()
+
     @pytest.mark.parametrize("guilty", range(8))
     def test_failing_batch_is_halved_until_the_guilty_frame_is_alone(self, guilty: int) -> None:
         """One failing frame of 8: 7 results, 1 error, in at most log2(8) + 1 extra rounds."""
