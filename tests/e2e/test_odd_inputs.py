@@ -52,7 +52,6 @@ CASES = {
     "push-priority": ("push PICTURE --priority 200 --connect FRAMES", ExitCode.FAILED, "priority: 200"),
     "push-empty-stream": ("push PICTURE --stream  --connect FRAMES", ExitCode.FAILED, "bad_stream"),
     "push-long-stream": (f"push PICTURE --stream {LONG} --connect FRAMES", ExitCode.FAILED, "bad_stream"),
-    "watch-at-results": ("watch --connect RESULTS", ExitCode.UNAVAILABLE, "no broker answered within 5 s"),
     "watch-long-stream": (f"watch {LONG} --connect FRAMES", ExitCode.CONFIG, "1 to 128"),
     "watch-empty-stream": ("watch  --connect FRAMES", ExitCode.CONFIG, "0 bytes"),
     "watch-prefix-and-stream": ("watch a b/ --connect FRAMES", ExitCode.USAGE, "is a prefix"),

@@ -360,7 +360,8 @@ def test_a_push_that_waits_for_outcomes_says_so_and_ends_at_the_second_signal(
         code = push.insist(number)
 
         assert watch() < PROMPT_S
-        assert code in {ExitCode.FAILED, ExitCode.INTERRUPTED}, push.text()
+        # A third signal may have met it while it was ending.
+        assert code in {ExitCode.FAILED, ExitCode.INTERRUPTED, -number}, push.text()
         assert "Traceback" not in push.stderr
 
 
