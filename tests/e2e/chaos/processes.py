@@ -55,14 +55,14 @@ class Member:
         """Begin a life: ``python -P -m ARGUMENTS``."""
         assert self._popen is None, f"{self.name} runs already"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
-        paths = os.pathsep.join([*map(str, (TESTS / "e2e", TESTS / "lib")), *filter(None, [kept.get("PYTHONPATH")])])
+        paths = [str(TESTS / "e2e"), str(TESTS / "lib"), *filter(None, [kept.get("PYTHONPATH")])]
         with self.errors.open("ab") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=kept | {"PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                env=kept | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
                 cwd=self._folder,
                 process_group=0,
             )
