@@ -224,6 +224,10 @@ class Outbound:
         )
 
     def _send_parts(self, peer: bytes, parts: list[Buffer]) -> bool:
+        if peer in self.unreachable:
+            # A message to it was dropped in this turn and its session is about to be closed: one sent after
+            # the gap (a credit after a lost reject, say) would tell it what is not so.
+            return False
         try:
             send(self._sockets[peer[0]], [peer[1:], *parts])
         except zmq.ZMQError as error:

@@ -294,6 +294,8 @@ class BrokerNode(Node):
                 self._send(peer, Refused(code, message))
 
     def _send(self, peer: bytes, message: Any) -> bool:
+        if peer in self._unreachable:
+            return False  # as the shell: nothing is sent behind a message that was dropped in this turn
         link = self._by_peer.get(peer)
         is_full = link is not None and link.pending(link.client) >= self.world.options.router_hwm
         if link is None or is_full or not link.is_open(self):
