@@ -24,6 +24,7 @@ from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
 from headrace.broker.stream_table import EpochHistory, Stream, StreamTable
 from headrace.broker.trace import Story
+from headrace.broker.traffic import Traffic
 from headrace.errors import Code
 from headrace.protocol.messages import BadFrame, Frame, Keep, Reject, ShmRef, Status
 
@@ -58,6 +59,7 @@ class Admission:
         producers: ProducerRegistry,
         outcomes: OutcomeLog,
         room: Room,
+        traffic: Traffic,
         story: Story,
     ) -> None:
         self._boot = boot
@@ -68,6 +70,7 @@ class Admission:
         self._producers = producers
         self._outcomes = outcomes
         self._room = room
+        self._traffic = traffic
         self._story = story
         self._last_number = 0
         self._strays: dict[tuple[str, int, int | None], Refusal] = {}
@@ -150,16 +153,21 @@ class Admission:
                 # Outcomes leave in the order of admission, so that what was admitted before it is finished
                 # as well; only a reject whose reason is forgotten can be ahead of an unfinished frame.
                 if all(other > seq for epoch, other in stream.unfinished if epoch == arrival.epoch):
-                    told = max(history.released_seq, session.moved.get(stream.name, -1))
-                    session.moved[stream.name] = max(told, seq)
+                    self._tell_up_to(session, stream.name, seq)
                 self._producers.conclude(session, None)
         elif not history.has_seen(seq):
             return False
         elif session is not None:
-            session.moved[stream.name] = history.released_seq
+            self._tell_up_to(session, stream.name, seq)
             self._producers.conclude(session, None)
         self._outcomes.account.duplicates += 1
         return True
+
+    @staticmethod
+    def _tell_up_to(session: ProducerSession, name: str, seq: int) -> None:
+        # Not up to the last released seq: between the two may be a rejected frame that this session has not
+        # sent again yet, and its reject would come after a credit that says it has an outcome.
+        session.moved[name] = max(session.moved.get(name, -1), seq)
 
     def _is_stray(
         self,
@@ -261,14 +269,14 @@ class Admission:
             unfinished = session.received - session.finished
             if unfinished > self._settings.credits_per_producer:
                 place = self._find_place(frame)
-                retry_ms = MIN_RETRY_MS
+                wait_ms = MIN_RETRY_MS
                 if isinstance(place, ServedClass):
-                    retry_ms = self._room.retry_ms(place, arrival.now_ns)
+                    wait_ms = self._room.retry_ms(place, arrival.now_ns)
                 return Refusal(
                     Code.CREDIT_EXCEEDED,
                     f"{unfinished} frames of this producer are unfinished:"
                     f" it has {self._settings.credits_per_producer} credits",
-                    retry_ms,
+                    wait_ms,
                 )
         if stream.owner_epoch is not None and stream.owner_epoch != arrival.epoch:
             retry_ms = self._owned_for_ms(stream, arrival.now_ns)
@@ -344,6 +352,7 @@ class Admission:
         )
         self._own(arrival)
         stream.last_frame_ns = now_ns
+        self._traffic.seen_ns[frame.priority] = now_ns
         self._outcomes.begin(stream, record)
         self._story.note(now_ns, record, "queued", served.spec.name)
         if frame.keep is Keep.LATEST:

@@ -14,9 +14,12 @@ from headrace.broker.outcomes import OutcomeLog
 from headrace.broker.records import End
 from headrace.broker.recovery import Recovery
 from headrace.broker.worker_life import WorkerLife
-from headrace.broker.worker_registry import WorkerRegistry
+from headrace.broker.worker_registry import Worker, WorkerRegistry
 from headrace.errors import Code
 from headrace.protocol.messages import Done, Failed, Status, Value
+
+#: A new measurement of a batch's way counts one part in this many.
+OVERHEAD_WEIGHT = 8
 
 
 class BatchEnds:
@@ -81,6 +84,7 @@ class BatchEnds:
         served.turnaround_ns = now_ns - batch.sent_ns
         ran_ns = min(done.ran_us * 1000, served.turnaround_ns)
         worker.ran_ns += ran_ns
+        _learn_way(worker, done, served.turnaround_ns)
         self._dispatcher.learn(worker, served, count, ran_ns)
         self._dispatcher.settle(batch, now_ns)
         for record, result in zip(batch.records, done.results, strict=True):
@@ -132,7 +136,7 @@ class BatchEnds:
     def _recover_failed(
         self, batch: InFlightBatch, failed: Failed, count: int, now_ns: int, actions: list[Action]
     ) -> None:
-        """``count`` frames were run together; those of them that have not ended yet are still in the batch."""
+        """``count`` frames were run together; those that have not ended yet are still in the batch."""
         records = batch.records
         if failed.code == Code.SHUTDOWN:
             # Handed back unrun by a worker that stops.
@@ -156,3 +160,11 @@ class BatchEnds:
                 message = f"its time to live is over and batch {batch.batch} at {batch.worker.id} is overdue"
                 end = End(Status.EXPIRED, Code.DEADLINE, message, batch.worker.id)
                 self._outcomes.finish(record, end, now_ns, actions)
+
+
+def _learn_way(worker: Worker, done: Done, turnaround_ns: int) -> None:
+    """Take in how long a batch and its results were under way or being staged. Both figures are a peer's."""
+    inside_ns = min(done.total_us * 1000, turnaround_ns)
+    way_ns = turnaround_ns - inside_ns + min(done.staged_us * 1000, inside_ns)
+    known_ns = way_ns if worker.overhead_ns is None else worker.overhead_ns
+    worker.overhead_ns = known_ns + (way_ns - known_ns) // OVERHEAD_WEIGHT

@@ -44,6 +44,7 @@ from headrace.broker.settings import CoreSettings
 from headrace.broker.status import MAX_STREAMS_PER_PAGE, status_of
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
+from headrace.broker.traffic import Traffic
 from headrace.broker.worker_life import WorkerLife
 from headrace.broker.worker_registry import WorkerRegistry
 from headrace.errors import Code
@@ -73,50 +74,30 @@ class BrokerCore:
         self.misbehaved_by_code: dict[str, int] = {}
         self._next_tick_ns: int | None = None
         heartbeat_ns = settings.heartbeat_ms * _NS_PER_MS
-        self._story = Story()
-        self.beats = Heartbeats(heartbeat_ns, settings.heartbeats_missed)
-        self.models = ModelTable(settings)
-        self.streams = StreamTable(
-            settings.max_streams, settings.stream_idle_ms * _NS_PER_MS, self.beats.silence_ns
-        )
-        self.producers = ProducerRegistry()
-        self.workers = WorkerRegistry()
-        self.ledger = Ledger()
-        self.hedges = Hedges(settings, self.ledger)
-        self.costs = CostTable()
-        self.outcomes = OutcomeLog(boot, settings, self.streams, self.producers, self._story)
+        idle_ns = settings.stream_idle_ms * _NS_PER_MS
+        story = self._story = Story()
+        beats = self.beats = Heartbeats(heartbeat_ns, settings.heartbeats_missed)
+        models = self.models = ModelTable(settings)
+        streams = self.streams = StreamTable(settings.max_streams, idle_ns, beats.silence_ns)
+        producers = self.producers = ProducerRegistry()
+        workers = self.workers = WorkerRegistry()
+        ledger = self.ledger = Ledger()
+        hedges = self.hedges = Hedges(settings, ledger)
+        costs = self.costs = CostTable()
+        traffic = Traffic(settings.limits.priority_levels)
+        outcomes = self.outcomes = OutcomeLog(boot, settings, streams, producers, story)
         self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames)
-        self.dispatcher = Dispatcher(
-            settings, self.models, self.costs, self.ledger, self.hedges, self.streams, self._story
+        recovery = self.recovery = Recovery(settings.max_attempts, streams, outcomes, self.quarantine, story)
+        dispatcher = self.dispatcher = Dispatcher(
+            settings, models, costs, ledger, hedges, streams, recovery, traffic, story
         )
-        forecast = Forecast(self.models, self.dispatcher.pools, self.costs)
-        self.admission = Admission(
-            boot,
-            settings,
-            self.models,
-            self.streams,
-            self.producers,
-            self.outcomes,
-            Room(settings, self.outcomes, self.quarantine, forecast),
-            self._story,
-        )
-        self.recovery = Recovery(
-            settings.max_attempts, self.streams, self.outcomes, self.quarantine, self._story
-        )
+        forecast = Forecast(models, dispatcher.pools, costs)
+        room = Room(settings, outcomes, self.quarantine, forecast)
+        self.admission = Admission(boot, settings, models, streams, producers, outcomes, room, traffic, story)
         self.life = WorkerLife(
-            settings.max_workers,
-            self.models,
-            self.workers,
-            self.beats,
-            self.costs,
-            self.hedges,
-            self.dispatcher,
-            self.recovery,
+            settings.max_workers, models, workers, beats, costs, hedges, dispatcher, recovery
         )
-
-        self.batch_ends = BatchEnds(
-            self.workers, self.life, self.dispatcher, self.hedges, self.recovery, self.outcomes, self.ledger
-        )
+        self.batch_ends = BatchEnds(workers, self.life, dispatcher, hedges, recovery, outcomes, ledger)
 
     def restore(self, streams: Sequence[RestoredStream], now_ns: int) -> None:
         """Take in what earlier boots finished, before the first event: such frames, sent again, are counted

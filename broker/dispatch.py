@@ -20,6 +20,14 @@ trusted with a second. Its batch is sent once more, before anything that waits, 
 (hedging.py) and a free slot elsewhere allow it. The worker is probed first: if its connection is gone, the
 batch may have killed it, and a hedge would only kill the next one without naming the guilty frame.
 
+A full batch goes to a busy worker ahead of time, so that the device need not wait for it. But what has been
+sent can't be overtaken: while frames of several priorities are about, it is sent only as long before the
+worker falls idle as its way there takes, as measured.
+
+Frames that the chosen worker could not finish before their deadline are ended as expired when they are
+taken, and others go in their place. Without this an overload of equal deadlines lets every frame run a
+little too late. If nothing else waits they are run: predictions may be wrong, and only runs correct them.
+
 Suspects (frames that were with a worker when it was lost) run alone: one to a batch, on a worker that holds
 nothing else and gets nothing else meanwhile, so that the next loss names the guilty frame. When no worker
 is idle, the one that will be first is reserved for them; the others go on with everybody else's frames.
@@ -35,18 +43,27 @@ from headrace.broker.costs import CostTable
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import InFlightBatch, Ledger
 from headrace.broker.model_table import ModelTable, ServedClass
-from headrace.broker.records import FrameRecord, FrameState
+from headrace.broker.records import End, FrameRecord, FrameState
+from headrace.broker.recovery import Recovery
 from headrace.broker.settings import CoreSettings
 from headrace.broker.size_class import padding_waste
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
+from headrace.broker.traffic import Traffic
 from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
-from headrace.protocol.messages import Batch, Value
+from headrace.errors import Code
+from headrace.protocol.messages import Batch, Status, Value
 
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
 WAIT_SHARE = 0.75
+
+#: A batch is sent this many times its measured way to the worker before it is needed there: ways vary.
+OVERHEAD_FACTOR = 2
+
+#: ... and at least this long before: a turn of the broker's loop and the noise of the clock's wake-ups.
+MIN_LEAD_NS = 500_000
 
 #: Between the probe of an overdue worker and the hedge: the shell tells within its turn whom it could not
 #: reach, so any later turn will do.
@@ -55,8 +72,9 @@ PROBE_NS = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``. ``is_growing``: it is
-    not full and no worker is idle, so it is sent only if it would lose its slot to another class.
+    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``. ``is_growing``: no
+    worker is idle and it may still become fuller or more urgent, so it is sent only if it would lose its
+    slot to another class.
     ``oldest_ns`` is when the longest waiting frame of its class came."""
 
     pool: ClassPool
@@ -80,6 +98,8 @@ class Dispatcher:
         ledger: Ledger,
         hedges: Hedges,
         streams: StreamTable,
+        recovery: Recovery,
+        traffic: Traffic,
         story: Story,
     ) -> None:
         limits = settings.limits
@@ -88,6 +108,9 @@ class Dispatcher:
         self._ledger = ledger
         self._hedges = hedges
         self._streams = streams
+        self._recovery = recovery
+        self._traffic = traffic
+        self._has_deadlines = settings.check_deadlines
         self._story = story
         self._max_frames = limits.max_frames_per_message
         self._max_bytes = limits.max_message_bytes - limits.max_header_bytes
@@ -209,7 +232,9 @@ class Dispatcher:
         )
         decision = served.policy.decide(view, now_ns)
         if isinstance(decision, CloseNow):
-            return _Choice(pool, candidate, decision.count, served.queue.urgency(now_ns), view.oldest_ns)
+            urgency = served.queue.urgency(now_ns)
+            is_early = idle is None and self._is_early(candidate, now_ns)
+            return _Choice(pool, candidate, decision.count, urgency, view.oldest_ns, is_growing=is_early)
         self._look_again(decision.at_ns, now_ns)
         if idle is None:
             decision = served.policy.decide(replace(view, has_idle_worker=True), now_ns)
@@ -217,6 +242,14 @@ class Dispatcher:
                 urgency = served.queue.urgency(now_ns)
                 return _Choice(pool, candidate, decision.count, urgency, view.oldest_ns, is_growing=True)
         return None
+
+    def _is_early(self, busy: Worker, now_ns: int) -> bool:
+        """True when a full batch can still wait for more urgent frames without the worker waiting for it."""
+        if busy.overhead_ns is None or not self._traffic.is_mixed(now_ns):
+            return False
+        send_ns = busy.busy_until_ns - max(OVERHEAD_FACTOR * busy.overhead_ns, MIN_LEAD_NS)
+        self._look_again(send_ns, now_ns)
+        return now_ns < send_ns
 
     def _choose_exact(
         self, pool: ClassPool, idle: Worker | None, opened: Worker | None, now_ns: int
@@ -261,8 +294,9 @@ class Dispatcher:
     def _send(self, choice: _Choice, now_ns: int, actions: list[Action]) -> None:
         pool, worker = choice.pool, choice.worker
         served = pool.served
-        records = [served.suspects.pop()] if choice.is_alone else self._take(served, choice.count, now_ns)
-        batch = self._open(worker, served, records, now_ns, is_alone=choice.is_alone)
+        is_alone = choice.is_alone
+        records = [served.suspects.pop()] if is_alone else self._take_in_time(choice, now_ns, actions)
+        batch = self._open(worker, served, records, now_ns, is_alone=is_alone)
         served.batches_count += 1
         served.frames_count += len(records)
         self._hedges.earn(len(records))
@@ -339,16 +373,43 @@ class Dispatcher:
         }
         actions.append(Report("batch hedged", values))
 
-    def _take(self, served: ServedClass, count: int, now_ns: int) -> list[FrameRecord]:
-        """Take a batch's frames from the queue, at most as many as one message can carry to the worker: what
-        is over goes back to the front. Large frames meet the bytes long before the batch limit."""
+    def _take_in_time(self, choice: _Choice, now_ns: int, actions: list[Action]) -> list[FrameRecord]:
+        """Take a batch's frames, and end those which the worker could not finish before their deadline."""
+        served, worker = choice.pool.served, choice.worker
+        is_checked = self._has_deadlines and not served.queue.has_exact
+        records = self._take(served, choice.count, now_ns, [])
+        while is_checked:
+            start_ns = max(worker.busy_until_ns, now_ns)
+            done_ns = start_ns + self._costs.predict_ns(
+                worker.id, served.model, served.version, served.spec.name, len(records)
+            )
+            late = [r for r in records if r.deadline_ns is not None and r.deadline_ns < done_ns]
+            if not late or (len(late) == len(records) and not served.queue):
+                break
+            served.expired_count += len(late)
+            for record in late:
+                late_ms = (done_ns - (record.deadline_ns or 0)) / 1e6
+                message = f"it would have been done {late_ms:.1f} ms after its time to live"
+                end = End(Status.EXPIRED, Code.DEADLINE, message)
+                self._recovery.end_waiting(record, end, now_ns, actions)
+            records = [r for r in records if r.state is FrameState.QUEUED]
+            records += self._take(served, choice.count - len(records), now_ns, records)
+        return records
+
+    def _take(
+        self, served: ServedClass, count: int, now_ns: int, held: list[FrameRecord]
+    ) -> list[FrameRecord]:
+        """Take frames from the queue that go with the held ones, at most as many as one message can carry to
+        the worker: what is over goes back to the front. Large frames meet the bytes long before the batch
+        limit."""
         queue = served.queue
         is_exact = queue.has_exact
         records = queue.take(count, now_ns)
-        left_bytes = self._max_bytes
+        left_bytes = self._max_bytes - sum(record.nbytes for record in held)
+        left_frames = self._max_frames - len(held)
         for index, record in enumerate(records):
             left_bytes -= record.nbytes
-            if index > 0 and (left_bytes < 0 or index == self._max_frames):
+            if (index > 0 or held) and (left_bytes < 0 or index == left_frames):
                 over = records[index:]
                 del records[index:]
                 if is_exact:

@@ -34,7 +34,8 @@ class Forecast:
         self._costs = costs
 
     def done_ns(self, served: ServedClass, priority: int, deadline_ns: int, now_ns: int) -> int | None:
-        """Return when a frame of a class would be done, None if no worker with known costs serves it."""
+        """Return when a frame of a class would be done, None if that is not known, or of no account
+        because it would run at once."""
         pool = self._pools.of(served)
         rate = pool.frames_per_ns(now_ns)
         idle = pool.best_idle()
@@ -44,6 +45,9 @@ class Forecast:
         start_ns = now_ns if idle is not None else max(worker.busy_until_ns, now_ns)
         limit = pool.service(worker).max_batch_size
         ahead = len(served.suspects) + served.queue.count_ahead(priority, deadline_ns)
+        if idle is not None and not ahead:
+            # It is tried whatever is predicted: only runs correct a prediction that is wrong.
+            return None
         # What fills up its own batch runs with it, not before it.
         wait = (ahead - ahead % limit) / rate
         for other in self._models.classes:

@@ -64,6 +64,7 @@ class Worker:
     reserved_for: ServedClass | None = None  # falls idle for that class's suspects
     busy_until_ns: int = 0
     overdue_ns: int = 0  # when a batch of it is so late that it is not trusted with more
+    overhead_ns: int | None = None  # measured way of a batch until it can run, and of its results back
     batches_count: int = 0
     frames_count: int = 0
     ran_ns: int = 0
