@@ -45,15 +45,15 @@ def test_a_bomb_is_refused_quickly_and_without_memory(name):
     """SEC-05: nesting and lengths that a header only claims cost neither time nor memory."""
     bomb, expected = BOMBS[name]
     tracemalloc.start()
-    started = time.perf_counter()
+    started = time.thread_time()
 
     code = code_of([bomb])
 
-    elapsed_s = time.perf_counter() - started
+    used_s = time.thread_time() - started  # of this thread: what else the machine does is not our cost
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert code == expected
-    assert elapsed_s < 0.05
+    assert used_s < 0.05
     assert peak_bytes < 3 * len(bomb) + 200_000
 
 
