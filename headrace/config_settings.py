@@ -74,8 +74,8 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
     broker = config.broker
     if not config.models:
         raise ConfigError(
-            f"{loaded.source}: no [[models]]: a broker without a model can serve nothing; name one with --model"
-            " (`headrace up --model model.onnx`), or add a [[models]] table to a file for --config"
+            f"{loaded.source}: no [[models]]: a broker without a model can serve nothing; name one with"
+            " --model (`headrace up --model model.onnx`), or add a [[models]] table to a file for --config"
         )
     core = to_core_settings(config)
     _check_set_up(loaded.source, core)

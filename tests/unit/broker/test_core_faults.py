@@ -387,7 +387,7 @@ class TestBatchEnds:
         ]
 
     def test_frame_left_of_a_failing_batch_is_not_blamed(self) -> None:
-        """Its neighbour expired in the overdue batch, which then failed: the frame runs alone before it ends."""
+        """Its neighbour expired in the overdue batch, which then failed: it runs alone before it ends."""
         driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))
         driver.join_worker(b"w1")
         driver.push(hr.frame(seq=0, ttl_ms=200), hr.frame(seq=1))
