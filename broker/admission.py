@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from headrace.broker.actions import Action, SendReject
+from headrace.broker.actions import Action, Report, SendReject
 from headrace.broker.forecast import MIN_RETRY_MS, UNKNOWN_RETRY_MS
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.outcomes import OutcomeLog, RefusedFrame
@@ -22,6 +22,7 @@ from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
 from headrace.broker.records import End, FrameRecord, Refusal
 from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
+from headrace.broker.staleness import Staleness
 from headrace.broker.stream_table import EpochHistory, Stream, StreamTable
 from headrace.broker.trace import Story
 from headrace.broker.traffic import Traffic
@@ -60,6 +61,7 @@ class Admission:
         outcomes: OutcomeLog,
         room: Room,
         traffic: Traffic,
+        staleness: Staleness,
         story: Story,
     ) -> None:
         self._boot = boot
@@ -71,6 +73,7 @@ class Admission:
         self._outcomes = outcomes
         self._room = room
         self._traffic = traffic
+        self._staleness = staleness
         self._story = story
         self._last_number = 0
         self._strays: dict[tuple[str, int, int | None], Refusal] = {}
@@ -353,12 +356,22 @@ class Admission:
         self._own(arrival)
         stream.last_frame_ns = now_ns
         self._traffic.seen_ns[frame.priority] = now_ns
+        if not stream.is_watched or stream.has_ended:
+            self._note_alive(stream, actions)
         self._outcomes.begin(stream, record)
         self._story.note(now_ns, record, "queued", served.spec.name)
         if frame.keep is Keep.LATEST:
             self._push_latest(stream, record, served, now_ns, actions)
         else:
             served.queue.push(record, now_ns)
+
+    def _note_alive(self, stream: Stream, actions: list[Action]) -> None:
+        if stream.is_stale:
+            actions.append(Report("stream resumed", {"stream": stream.name}))
+        if stream.is_watched:
+            stream.has_ended = False
+        else:
+            self._staleness.watch(stream)
 
     def _push_latest(
         self,

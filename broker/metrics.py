@@ -109,6 +109,7 @@ def _bound_metrics(status: Status) -> Iterator[Metric]:
     yield _gauge("retained_bytes", "Memory of outcomes kept for replay.", status["retained_bytes"])
     yield _gauge("retained_bytes_limit", "Its bound: retention.max_bytes.", status["retention_bytes"])
     yield _gauge("streams", "Streams that are remembered.", status["streams_count"])
+    yield _counter("streams_stale", "Times that a stream fell silent.", status["streams_stale"])
     yield _gauge("producers", "Producers in a session.", status["producers_count"])
 
 

@@ -54,6 +54,7 @@ class CoreSettings:
     max_queued_per_stream: int = 256  # waiting frames of one stream in one size class
     max_unfinished_per_stream: int = 1_024  # admitted frames of one stream without a published outcome
     duplicate_window: int = 4_096  # finished seqs remembered per stream, to recognise frames sent again
+    stream_stale_ms: int = 10_000  # a stream that brings no frame for this long is reported as stale
     stream_idle_ms: int = 600_000  # a stream with nothing unfinished is forgotten after this
 
     # Ageing (see queues.py for the bound these two state).

@@ -69,6 +69,7 @@ def status_of(core: BrokerCore, now_ns: int, streams_after: str, max_streams: in
         "streams_count": len(core.streams),
         "streams": streams,
         "streams_next": streams_next,
+        "streams_stale": core.staleness.stale_count,
         "streams_forgotten": core.streams.forgotten_count,
         "producers_count": len(core.producers),
         "producers": producers,
@@ -170,7 +171,7 @@ def _stream(core: BrokerCore, stream: Stream, now_ns: int) -> dict[str, Value]:
         "epoch": stream.owner_epoch,
         "has_owner": stream.owner_epoch is not None,
         "last_frame_ms": quiet_ns / _NS_PER_MS,
-        "is_stale": quiet_ns > core.beats.silence_ns,
+        "is_stale": stream.is_stale,
     }
 
 

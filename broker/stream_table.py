@@ -93,6 +93,10 @@ class Stream:
     ring: deque[tuple[Outcome, int]] = field(default_factory=deque)  # with its estimated bytes
     counts: dict[Status, int] = field(default_factory=dict)
     idle_since_ns: int = 0
+    # Staleness (staleness.py).
+    is_watched: bool = False
+    is_stale: bool = False
+    has_ended: bool = False  # its producer said goodbye and it brought no frame since
 
     def history(self, epoch: int) -> EpochHistory:
         """Return what was seen of an epoch, begun now if it is new.

@@ -209,6 +209,14 @@ class AdmissionSection(Section):
         ge=1,
         le=10_000_000,
     )
+    stream_stale_ms: int = key(
+        10_000,
+        "ms",
+        "A stream whose producer has not said goodbye and sends nothing for this long is reported as stale,"
+        " once until it brings a frame again.",
+        ge=100,
+        le=86_400_000,
+    )
     stream_idle_ms: int = key(
         600_000, "ms", "A stream with nothing unfinished is forgotten after this.", ge=1_000, le=86_400_000
     )

@@ -48,6 +48,7 @@ def to_core_settings(config: Config) -> CoreSettings:
         max_queued_per_stream=admission.max_queued_per_stream,
         max_unfinished_per_stream=admission.max_unfinished_per_stream,
         duplicate_window=admission.duplicate_window,
+        stream_stale_ms=admission.stream_stale_ms,
         stream_idle_ms=admission.stream_idle_ms,
         ageing_ms=config.queues.ageing_ms,
         ageing_share=config.queues.ageing_share,

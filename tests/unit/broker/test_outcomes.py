@@ -302,7 +302,8 @@ def test_status_can_be_packed_and_adds_up(driver: hr.CoreDriver) -> None:
     assert packed["classes"][0]["mean_batch"] == 2.0
     assert packed["classes"][0]["padding_waste"] == 0.75
     assert packed["classes"][0]["oldest_wait_ms"] == 5_000.0
-    assert packed["streams"]["a"]["is_stale"]
+    assert not packed["streams"]["a"]["is_stale"]
+    assert packed["streams"]["a"]["last_frame_ms"] == 5_000.0
     assert packed["streams"]["a"]["counts"] == {"ok": 1, "rejected": 1}
     assert packed["workers"][0]["state"] == "ready"
     assert packed["models"] == [
