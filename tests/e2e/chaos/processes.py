@@ -56,14 +56,14 @@ class Member:
         assert self._popen is None, f"{self.name} runs already"
         kept = {name: value for name, value in os.environ.items() if not name.startswith("HEADRACE_")}
         paths = [str(TESTS / "e2e"), str(TESTS / "lib"), *filter(None, [kept.get("PYTHONPATH")])]
+        ours = {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         with self.errors.open("ab") as errors:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", *map(str, arguments)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                env=kept
-                | {"PYTHONPATH": os.pathsep.join(paths), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                env=kept | ours,
                 cwd=self._folder,
                 process_group=0,
             )
