@@ -140,13 +140,13 @@ class BatchEnds:
         records = batch.records
         if failed.code == Code.SHUTDOWN:
             # Handed back unrun by a worker that stops.
-            self._recovery.put_back(batch, now_ns)
+            self._recovery.put_back(batch, now_ns, actions)
         elif count == 1:
             message = f"the batch of this frame alone failed: {failed.message}"
             end = End(Status.ERROR, Code.BATCH_FAILED, message, batch.worker.id, 1)
             self._outcomes.finish(records[0], end, now_ns, actions)
         else:
-            self._recovery.halve(batch, failed.code, now_ns)
+            self._recovery.halve(batch, failed.code, now_ns, actions)
 
     def care_for_overdue(self, overdue: list[InFlightBatch], now_ns: int, actions: list[Action]) -> None:
         """Tell stuck workers off, and end the frames that wait for an overdue one beyond their deadline."""

@@ -46,6 +46,8 @@ class Recovery:
         worker_id = batch.worker.id
         for record in batch.records:
             record.lost_with += 1
+            if self._end_known_poison(record, now_ns, actions):
+                continue
             if record.lost_with < self._max_attempts:
                 record.is_suspect = True
                 self._requeue(record, now_ns, f"lost with {worker_id}")
@@ -80,21 +82,32 @@ class Recovery:
             )
             self.end_waiting(record, End(Status.ERROR, Code.POISON_FRAME, message), now_ns, actions)
 
-    def put_back(self, batch: InFlightBatch, now_ns: int) -> None:
+    def _end_known_poison(self, record: FrameRecord, now_ns: int, actions: list[Action]) -> bool:
+        """End a frame that comes back from a worker and whose content was found guilty meanwhile."""
+        if self._quarantine.find(record.model, record.version, record.frame, now_ns) is None:
+            return False
+        message = "a frame with this content took down workers while this one was with another worker"
+        self._outcomes.finish(record, End(Status.ERROR, Code.POISON_FRAME, message), now_ns, actions)
+        return True
+
+    def put_back(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
         """The batch was handed back unrun, or never left: to the front, last frame first, so that it keeps
         its order."""
         for record in reversed(batch.records):
+            if self._end_known_poison(record, now_ns, actions):
+                continue
             self._requeue(record, now_ns, f"batch {batch.batch} handed back")
             if record.is_suspect:
                 batch.served.suspects.push_front(record)
             else:
                 batch.served.queue.push_front(record, now_ns)
 
-    def halve(self, batch: InFlightBatch, code: str, now_ns: int) -> None:
+    def halve(self, batch: InFlightBatch, code: str, now_ns: int, actions: list[Action]) -> None:
         """The batch failed as a whole and more than one frame was run: each half of what is left is tried
         again. One frame that is left alone (the others have expired meanwhile) is not the guilty one yet."""
-        half = (len(batch.records) + 1) // 2
-        for part in (batch.records[:half], batch.records[half:]):
+        left = [one for one in batch.records if not self._end_known_poison(one, now_ns, actions)]
+        half = (len(left) + 1) // 2
+        for part in (left[:half], left[half:]):
             for record in part:
                 self._requeue(record, now_ns, f"batch {batch.batch} failed: {code}")
             if part:

@@ -178,7 +178,7 @@ class WorkerLife:
                 self._recovery.suspect(batch, now_ns, actions)
         else:
             for batch in reversed(left):
-                self._recovery.put_back(batch, now_ns)
+                self._recovery.put_back(batch, now_ns, actions)
         self._remove(worker, now_ns, actions)
 
     def tell_off(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:

@@ -386,6 +386,46 @@ class TestBatchEnds:
             (2, "ok", ""),
         ]
 
+    def test_frame_of_a_stuck_worker_expires_if_its_time_is_over(self) -> None:
+        """A broker that was stopped finds the batch overdue, its worker stuck and the frame's deadline past in
+        one turn: the frame that comes back ends in that turn and is not sent once more."""
+        changes = {"check_deadlines": False, "stuck_ms": 500}
+        driver = hr.CoreDriver(hr.make_settings(**changes))
+        driver.join_worker(b"w1", slots=1)
+        driver.push(hr.frame(seq=0, ttl_ms=100))
+        driver.tick()
+        driver.join_worker(b"w2", slots=1)
+        driver.now_ns += 2_000 * hr.MS
+        driver.hear(b"w1", b"w2")
+
+        actions = driver.tick()
+
+        assert [one.name for one in hr.only(actions, act.Report)] == ["worker lost"]
+        assert hr.ends(actions) == [("cam-1", 0, "expired", "deadline")]
+        assert hr.batches(actions) == []
+        driver.core.check_invariants()
+
+    def test_copy_of_poison_that_comes_back_is_not_run_again(self) -> None:
+        """It was with another worker when its content was found guilty, and that worker is lost as well."""
+        driver = hr.CoreDriver()
+        for name in (b"w1", b"w2", b"w3"):
+            driver.join_worker(name, slots=1)
+        payload = bytes(1024)
+        driver.push(replace(hr.frame("cam-1", 0), payload=payload))
+        (first,) = hr.batches(driver.tick())
+        driver.send(events.PeerUnreachable(first.peer))
+        (second,) = hr.batches(driver.tick())
+        driver.push(replace(hr.frame("cam-2", 0), payload=payload))
+        (third,) = hr.batches(driver.tick())
+        driver.send(events.PeerUnreachable(second.peer))
+
+        ends = hr.ends(driver.send(events.PeerUnreachable(third.peer)))
+        driver.join_worker(b"w4", slots=1)
+
+        assert ends == [("cam-2", 0, "error", "poison_frame")]
+        assert hr.batches(driver.tick()) == []
+        driver.core.check_invariants()
+
     def test_frame_left_of_a_failing_batch_is_not_blamed(self) -> None:
         """Its neighbour expired in the overdue batch, which then failed: it runs alone before it ends."""
         driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))
