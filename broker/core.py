@@ -41,6 +41,7 @@ from headrace.broker.recovery import Recovery
 from headrace.broker.restored import RestoredStream
 from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
+from headrace.broker.staleness import Staleness
 from headrace.broker.status import MAX_STREAMS_PER_PAGE, status_of
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
@@ -79,6 +80,7 @@ class BrokerCore:
         beats = self.beats = Heartbeats(heartbeat_ns, settings.heartbeats_missed)
         models = self.models = ModelTable(settings)
         streams = self.streams = StreamTable(settings.max_streams, idle_ns, beats.silence_ns)
+        self.staleness = Staleness(settings.stream_stale_ms * _NS_PER_MS, streams)
         producers = self.producers = ProducerRegistry()
         workers = self.workers = WorkerRegistry()
         ledger = self.ledger = Ledger()
@@ -93,7 +95,9 @@ class BrokerCore:
         )
         forecast = Forecast(models, dispatcher.pools, costs)
         room = Room(settings, outcomes, self.quarantine, forecast)
-        self.admission = Admission(boot, settings, models, streams, producers, outcomes, room, traffic, story)
+        self.admission = Admission(
+            boot, settings, models, streams, producers, outcomes, room, traffic, self.staleness, story
+        )
         self.life = WorkerLife(
             settings.max_workers, models, workers, beats, costs, hedges, dispatcher, recovery
         )
@@ -126,6 +130,8 @@ class BrokerCore:
             case events.ProducerLeft(peer):
                 session = self.producers.by_peer.get(peer)
                 if session is not None:
+                    for name in session.streams:
+                        self.streams.by_name[name].has_ended = True
                     self._close_session(session)
             case events.PeerHeard():
                 self._on_heard(event, now_ns, actions)
@@ -171,6 +177,9 @@ class BrokerCore:
             self.batch_ends.care_for_overdue(overdue, now_ns, actions)
         # After everything that puts frames back in line: their deadline may have come meanwhile.
         self._expire(now_ns, actions)
+        for stale in self.staleness.pop_stale(now_ns):
+            quiet_ms = (now_ns - stale.last_frame_ns) // _NS_PER_MS
+            actions.append(Report("stream stale", {"stream": stale.name, "quiet_ms": quiet_ms}))
         while (stream := self.streams.pop_idle(now_ns)) is not None:
             self.admission.forget(stream)
         self.dispatcher.run(now_ns, actions)
@@ -194,6 +203,7 @@ class BrokerCore:
             self.beats.next_ns(),
             self.workers.next_claim_ns(),
             self.streams.next_idle_ns(),
+            self.staleness.next_ns(),
             self.hedges.next_ns(),
             self.dispatcher.look_again_ns,
         ]
