@@ -140,6 +140,13 @@ def test_importing_headrace_loads_nothing_heavy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_coverage_report_leaves_out_the_shells_alone() -> None:
+    """Every module of the core and the protocol is held to 100 % of its branches."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+
+    assert set(tools["coverage"]["report"]["omit"]) == {f"*/broker/{name}" for name in SHELL_MODULES}
+
+
 def test_package_list_equals_folders() -> None:
     """A new folder with code is shipped, or this fails."""
     listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
