@@ -387,8 +387,8 @@ class TestBatchEnds:
         ]
 
     def test_frame_of_a_stuck_worker_expires_if_its_time_is_over(self) -> None:
-        """A broker that was paused finds the batch overdue, its worker stuck and the deadline past in one turn:
-        the frame that comes back ends in that turn and is not sent once more."""
+        """A broker that was paused finds a worker stuck and its frame's deadline past in one turn: the frame
+        that comes back ends in that turn and is not sent once more."""
         changes = {"check_deadlines": False, "stuck_ms": 500}
         driver = hr.CoreDriver(hr.make_settings(**changes))
         driver.join_worker(b"w1", slots=1)
