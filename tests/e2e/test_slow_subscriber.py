@@ -20,17 +20,31 @@ IMAGE = np.zeros((32, 32, 3), np.uint8)
 PUSHED_PER_S, READ_PER_S = 200, 10
 FRAMES_COUNT = 800
 
-#: The broker keeps a quarter of a second of outcomes, so that being slow really loses some.
-RETAINED = 50
+#: Makes an outcome 20 KB large: all of them are 16 MB, more than the system's and ZeroMQ's buffers take, so
+#: that being slow really loses some.
+BALLAST = "x" * 20_000
+
+#: The broker keeps the outcomes of one second, so that a fast reader has time on a busy machine.
+RETAINED = 200
+
+CONFIG = emulated_config(
+    base_ms=1,
+    per_frame_ms=0.1,
+    max_batch_size=8,
+    broker={"results_queue_messages": 20},
+    limits={"max_meta_bytes": 32_768},
+    retention={"frames_per_stream": RETAINED},
+)
 
 
 def push_at_a_steady_rate(producer: headrace.Producer, stream: str) -> None:
     """Push FRAMES_COUNT frames at PUSHED_PER_S, each at its own time."""
+    producer.wait_connected(LIMIT_S)  # from then on it knows how large meta may be
     pace = threading.Event()
     began_s = time.monotonic()
     for number in range(FRAMES_COUNT):
         pace.wait(max(0.0, began_s + number / PUSHED_PER_S - time.monotonic()))
-        producer.push(IMAGE, stream=stream, timeout=LIMIT_S)
+        producer.push(IMAGE, stream=stream, meta={"ballast": BALLAST}, timeout=LIMIT_S)
 
 
 def read_slowly(
@@ -53,15 +67,9 @@ def covered(item: headrace.Outcome | Missed) -> tuple[int, int]:
 def test_a_slow_subscriber_is_told_of_every_hole(tmp_path: Path) -> None:
     """Must-show 8: 10 results a second at 200 a second: outcomes and missed ranges together tile the whole
     range, without a hole and without an overlap; the fast one beside it has no gap."""
-    config = emulated_config(
-        base_ms=1,
-        per_frame_ms=0.1,
-        max_batch_size=8,
-        retention={"frames_per_stream": RETAINED},
-    )
     slow_items: list[headrace.Outcome | Missed] = []
     with Processes(tmp_path) as processes:
-        broker = processes.broker(config)
+        broker = processes.broker(CONFIG)
         processes.workers(broker, 1)
         fast = processes.start("watch", "cam", "--connect", broker.address, "--json")
         fast.read_line(lambda line: "watching cam" in line, "stderr")
@@ -103,7 +111,7 @@ def test_a_slow_subscriber_is_told_of_every_hole(tmp_path: Path) -> None:
 
 def test_a_subscriber_slower_for_a_while_gets_everything_when_the_broker_keeps_it(tmp_path: Path) -> None:
     """What the broker still keeps is had in the end, live or fetched again: no hole, in order, each once."""
-    config = emulated_config(base_ms=1, per_frame_ms=0.1, retention={"frames_per_stream": 2_000})
+    config = CONFIG.replace(f"frames_per_stream = {RETAINED}", f"frames_per_stream = {2 * FRAMES_COUNT}")
     with Processes(tmp_path) as processes:
         broker = processes.broker(config)
         processes.workers(broker, 1)
@@ -114,20 +122,16 @@ def test_a_subscriber_slower_for_a_while_gets_everything_when_the_broker_keeps_i
             push_at_a_steady_rate(producer, "cam")
             producer.flush(LIMIT_S)
             items = [late.get(timeout=LIMIT_S) for _ in range(FRAMES_COUNT)]
+            fetched_count = late.account.fetched
 
     assert [item.seq for item in items if isinstance(item, headrace.Outcome)] == list(range(FRAMES_COUNT))
+    assert fetched_count, "everything came live: the test shows nothing"
 
 
 def test_a_stopped_subscriber_process_holds_nobody_up(tmp_path: Path) -> None:
     """A subscriber that is stopped dead (SIGSTOP) and goes on later catches up or is told; others see all."""
-    config = emulated_config(
-        base_ms=1,
-        per_frame_ms=0.1,
-        broker={"results_queue_messages": 20},
-        retention={"frames_per_stream": 200},
-    )
     with Processes(tmp_path) as processes:
-        broker = processes.broker(config)
+        broker = processes.broker(CONFIG)
         processes.workers(broker, 1)
         frozen, fast = (
             processes.start("watch", "cam", "--connect", broker.address, "--json") for _ in range(2)
@@ -143,6 +147,7 @@ def test_a_stopped_subscriber_process_holds_nobody_up(tmp_path: Path) -> None:
         frozen.read_line(lambda line: f'"seq": {FRAMES_COUNT - 1},' in line)
 
     assert [json.loads(line)["seq"] for line in fast.stdout] == list(range(FRAMES_COUNT))
+    assert '"event": "missed"' in "".join(frozen.stdout), "it lost nothing: the test shows nothing"
     next_pub_seq = 0
     for item in map(json.loads, frozen.stdout):
         first, last = (item["first"], item["last"]) if item["event"] == "missed" else (item["pub_seq"],) * 2

@@ -153,7 +153,9 @@ class Running:
         state = "running" if code is None else f"ended with {code}"
         with self._changed:
             written = [
-                f"  {name}: {line}" for name, lines in self._lines.items() for line in lines[-last_count:]
+                f"  {name}: {line[:500]}"
+                for name, lines in self._lines.items()
+                for line in lines[-last_count:]
             ]
         return "\n".join([f"headrace {' '.join(self.arguments)} (pid {self.pid}): {state}", *written])
 
