@@ -36,7 +36,8 @@ class Mix:
 
 @dataclass
 class Result:
-    """What came of a run, warm-up left out. Latencies in milliseconds, of frames that ended ok."""
+    """What came of a run, warm-up left out: ``in_time`` by the time of the outcome, all else by the intended
+    time of arrival. Latencies in milliseconds, of frames that ended ok."""
 
     seconds: float
     in_time: int = 0
@@ -152,6 +153,9 @@ class Load:
         result.peak_bytes = max(result.peak_bytes, self.core.outcomes.unfinished_bytes)
         for outcome in hr.outcomes(actions):
             due_ns, mix = arrivals.pop((outcome.stream, outcome.seq))
+            latency_ms = (now_ns - due_ns) / hr.MS
+            if outcome.status is Status.OK and counted_ns <= now_ns < stop_ns:
+                result.in_time += mix.ttl_ms is None or latency_ms <= mix.ttl_ms
             if not counted_ns <= due_ns < stop_ns:
                 continue
             status = outcome.status.value
@@ -159,6 +163,4 @@ class Load:
             if outcome.status is Status.REJECTED:
                 result.rejects.append((str(outcome.code), outcome.retry_after_ms))
             if outcome.status is Status.OK:
-                latency_ms = (now_ns - due_ns) / hr.MS
                 result.latencies.setdefault(mix.priority, []).append(latency_ms)
-                result.in_time += mix.ttl_ms is None or latency_ms <= mix.ttl_ms
