@@ -36,7 +36,7 @@ def test_options_are_the_seeds_alone() -> None:
 
 def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
     """A seed is a schedule: two processes with different PYTHONHASHSEEDs run it alike."""
-    code = "from hr_sim.world import run_seed; print([run_seed(seed).trace for seed in (0, 3, 7)])"
+    code = "from hr_sim.world import run_seed; print([run_seed(seed).trace for seed in (0, 3)])"
 
     traces = [
         subprocess.run(
@@ -51,7 +51,7 @@ def test_one_seed_gives_one_trace_under_any_hash_seed() -> None:
     ]
 
     assert traces[0] == traces[1]
-    assert len(traces[0]) > 3 * 64
+    assert len(traces[0]) > 2 * 64
 
 
 @pytest.mark.parametrize("name", QUICK_CANARIES)

@@ -298,15 +298,39 @@ def late_done_published(original: Any) -> Any:
 
 @_plant(BatchEnds, "_recover_failed")
 def neighbours_blamed(original: Any) -> Any:
-    def recover_failed(self: Any, batch: Any, failed: Any, now_ns: int, actions: Any) -> None:
+    def recover_failed(self: Any, batch: Any, failed: Any, count: int, now_ns: int, actions: Any) -> None:
         if failed.code == Code.SHUTDOWN:
-            original(self, batch, failed, now_ns, actions)
+            original(self, batch, failed, count, now_ns, actions)
             return
         for record in batch.records:
             end = End(Status.ERROR, Code.BATCH_FAILED, "", batch.worker.id, len(batch.records))
             self._outcomes.finish(record, end, now_ns, actions)
 
     return recover_failed
+
+
+@_plant(BatchEnds, "_recover_failed")
+def lone_frame_blamed(original: Any) -> Any:
+    """As it was until the others of an overdue batch could expire in it."""
+
+    def recover_failed(self: Any, batch: Any, failed: Any, _count: int, *rest: Any) -> None:
+        original(self, batch, failed, len(batch.records), *rest)
+
+    return recover_failed
+
+
+@_plant(WorkerLife, "_claim_id")
+def stale_claim_kept(original: Any) -> Any:
+    """As it was until seed 50: a worker killed twice within one probe was refused for good."""
+
+    def claim_id(self: Any, peer: bytes, hello: Any, holder: Any, now_ns: int, actions: Any) -> None:
+        claim = self._workers.claims.get(holder.id)
+        if claim is not None and claim.hello.instance != hello.instance:
+            self._refuse_id(peer, holder, actions)
+        else:
+            original(self, peer, hello, holder, now_ns, actions)
+
+    return claim_id
 
 
 @_plant(Recovery, "suspect")

@@ -57,7 +57,7 @@ def core_settings(options: Options) -> CoreSettings:
         retention_frames=options.retention_frames,
         retention_bytes=options.retention_bytes,
         hedge_share=options.hedge_share,
-        hedge_burst_frames=8,
+        hedge_burst_frames=options.hedge_burst_frames,
         stuck_ms=options.stuck_ms,
         check_deadlines=options.check_deadlines,
     )

@@ -64,7 +64,6 @@ class Options:
     ttl_ms: int
     ttl_share: float
     latest_share: float
-    retry_share: float
     batch_ms: float
     frame_ms: float
     classes: int
@@ -88,6 +87,7 @@ class Options:
     stuck_ms: int
     check_deadlines: bool
     has_copies: bool
+    hedge_burst_frames: int
     rates: dict[str, float]
     shares: dict[str, float]
 
@@ -123,7 +123,6 @@ def draw(seed: int) -> Options:
         ttl_ms=rng.choice((5, 50, 500)),
         ttl_share=rng.choice((0.0, 0.0, 0.2, 1.0)),
         latest_share=rng.choice((0.0, 0.0, 0.3, 1.0)),
-        retry_share=rng.choice((0.0, 0.5)),
         batch_ms=rng.choice((0.2, 2.0, 10.0)),
         frame_ms=rng.choice((0.0, 0.1, 2.0)),
         classes=rng.randint(1, 3),
@@ -131,7 +130,7 @@ def draw(seed: int) -> Options:
         policy=rng.choice(("adaptive", "window")),
         max_queue_size=rng.choice((16, 128, 1_024)),
         credits=rng.choice((1, 8, 64)),
-        max_bytes=rng.choice((20_000, 200_000, 512 * 1024 * 1024)),
+        max_bytes=rng.choice((4_000, 20_000, 512 * 1024 * 1024)),
         max_queued_per_stream=rng.choice((4, 64, 256)),
         max_unfinished_per_stream=rng.choice((6, 64, 1_024)),
         max_streams=10_000,
@@ -147,6 +146,7 @@ def draw(seed: int) -> Options:
         stuck_ms=rng.choice((200, 1_000, 30_000)),
         check_deadlines=rng.random() < 0.5,
         has_copies=rng.random() < 0.5,
+        hedge_burst_frames=rng.choice((1, 8)),
         rates=rates,
         shares=shares,
     )

@@ -380,6 +380,9 @@ class Referee:
             self.dispatch.leave(seen)
             due.append(seen)
             is_waiting = not seen.in_flight and seen.result is None and not seen.is_superseded
+            if self.settings.check_deadlines and self.order[seen.stream][0] is not seen:
+                # It may have ended early, and wait for those before it to be published.
+                is_waiting = False
             due_ns = max(deadline_ns, seen.back_ns)
             if is_waiting and now_ns - due_ns > self.clock.allowed_lateness_ns(due_ns) + _LATE_NS:
                 raise Violation(f"its deadline was {(now_ns - due_ns) / MS:.3f} ms ago", seen.key)
