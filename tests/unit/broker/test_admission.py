@@ -237,7 +237,7 @@ class TestAgain:
         assert hr.grants(told) == [(b"p1", Credit(1, {}, {}))]
 
     def test_finished_frame_counts_at_once(self, driver: hr.CoreDriver) -> None:
-        """A frame whose outcome is out is credited, told up to where its stream is, and not run again."""
+        """A frame whose outcome is out is credited, told up to its own seq alone, and not run again."""
         driver.join_producer(b"p1")
         driver.join_worker()
         driver.push(hr.frame(seq=0), hr.frame(seq=1))
@@ -247,8 +247,27 @@ class TestAgain:
         driver.push(hr.frame(seq=0), peer=b"p2")
         told = driver.tick()
 
-        assert hr.grants(told) == [(b"p2", Credit(1, {"cam-1": 1}, {}))]
+        assert hr.grants(told) == [(b"p2", Credit(1, {"cam-1": 0}, {}))]
         assert hr.batches(told) == []
+
+    def test_credit_for_frames_sent_again_never_runs_ahead_of_a_reject(self, driver: hr.CoreDriver) -> None:
+        """Simulator seed 1796070764053: 0 and 2 have outcomes, 1 was rejected and its reject was lost. When 0 is
+        sent again alone, the credit must not cover 1: its reject is still to be said again."""
+        driver.join_producer(b"p1")
+        driver.join_worker()
+        driver.push(hr.frame(seq=0), hr.frame(seq=1, model="nobody"), hr.frame(seq=2))
+        driver.done(hr.batches(driver.tick())[0])
+        driver.join_producer(b"p2")
+
+        driver.push(hr.frame(seq=0), peer=b"p2")
+        first = driver.tick()
+        again = driver.push(hr.frame(seq=1, model="nobody"), peer=b"p2")
+        driver.push(hr.frame(seq=2), peer=b"p2")
+        last = driver.tick()
+
+        assert hr.grants(first) == [(b"p2", Credit(1, {"cam-1": 0}, {}))]
+        assert [a.reject.seq for a in again if isinstance(a, act.SendReject)] == [1]
+        assert [credit.streams for _, credit in hr.grants(last)] == [{"cam-1": 2}]
 
     def test_refused_frame_is_refused_again_in_the_same_words(self, driver: hr.CoreDriver) -> None:
         """A reject that was lost with its connection is sent again; nothing is published twice."""
