@@ -251,8 +251,8 @@ class TestAgain:
         assert hr.batches(told) == []
 
     def test_credit_for_frames_sent_again_never_runs_ahead_of_a_reject(self, driver: hr.CoreDriver) -> None:
-        """Simulator seed 1796070764053: 0 and 2 have outcomes, 1 was rejected and its reject was lost. When 0 is
-        sent again alone, the credit must not cover 1: its reject is still to be said again."""
+        """Simulator seed 1796070764053: 0 and 2 have outcomes, 1 was rejected and its reject was lost. When 0
+        is sent again alone, the credit must not cover 1: its reject is still to be said again."""
         driver.join_producer(b"p1")
         driver.join_worker()
         driver.push(hr.frame(seq=0), hr.frame(seq=1, model="nobody"), hr.frame(seq=2))
