@@ -91,6 +91,18 @@ class TestInTheCore:
         assert "seq 0 of stream a" in hr.outcomes(ended)[1].message
         assert [sent.batch.frames[0].stream for sent in alone + rest] == ["c", "e"]
 
+    def test_copy_that_a_worker_hands_back_ends_with_it(self, driver: hr.CoreDriver) -> None:
+        """It was in flight when the other one was found guilty."""
+        driver.join_worker(b"w1", slots=1)
+        driver.push(frame("b", 0, POISON))
+        held = hr.batches(driver.tick())[0]
+        driver.push(frame("a", 0, POISON))
+        kill_two(driver)
+
+        actions = driver.fail(held, "shutdown")
+
+        assert hr.ends(actions) == [("b", 0, "error", "poison_frame")]
+
     def test_zero_switches_it_off(self) -> None:
         """quarantine_ms = 0: who sends it again loses workers again."""
         driver = hr.CoreDriver(hr.make_settings(quarantine_ms=0))
@@ -155,14 +167,15 @@ class TestTable:
 
     def test_two_contents_with_one_sample_go_one_by_one(self) -> None:
         """The sample stays as long as one of its contents does."""
-        table = Quarantine(1_000, 1)
+        table = Quarantine(1, 2)
         first = make_record_of(POISON)
         second = make_record_of(POISON[:600] + b"x" + POISON[601:])
         table.put(first, 0)
         table.put(second, 1)
 
-        assert table.find("m", "1", first.frame, 2) is None
-        assert table.find("m", "1", second.frame, 2) is not None
+        assert table.find("m", "1", first.frame, hr.MS) is None
+        assert table.find("m", "1", second.frame, hr.MS) == 1
+        assert table.find("m", "1", second.frame, hr.MS + 1) is None
 
     @pytest.mark.parametrize("payload", [ShmRef("a", 0, 1, 1), b""], ids=["shared memory", "empty"])
     def test_bytes_that_are_not_here_are_never_the_same(self, payload: ShmRef | bytes) -> None:
