@@ -185,8 +185,9 @@ def test_a_model_that_cannot_be_served_is_told_to_the_broker() -> None:
         (Refused(Code.ID_IN_USE, "by pid 9"), ExitCode.CONFIG, ("w1", "in use", "by pid 9")),
         (Refused(Code.VERSION_MISMATCH, "speaks 2"), ExitCode.UNAVAILABLE, ("version 1", "1.0", "speaks 2")),
         (Refused(Code.BAD_READY, "slots is 0"), ExitCode.INTERNAL, ("READY", "slots is 0")),
+        (Refused(Code.WORKER_STUCK, "batch 7"), ExitCode.DEVICE_LOST, ("told off", "batch 7")),
     ],
-    ids=["id in use", "version mismatch", "bad ready"],
+    ids=["id in use", "version mismatch", "bad ready", "stuck"],
 )
 def test_a_refusal_that_no_retry_mends_ends_the_process(
     refused: Refused, code: ExitCode, words: tuple[str, ...]
