@@ -61,6 +61,15 @@ class Recovery:
                 self._quarantine.put(record, now_ns)
                 self._end_copies(record, batch.served, now_ns, actions)
 
+    def condemn(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
+        """A worker was lost with a suspect whose deadline had come before that was known: the frame has its
+        outcome, and its content is guilty all the same."""
+        for record in batch.records:
+            record.lost_with += 1
+            if record.lost_with >= self._max_attempts:
+                self._quarantine.put(record, now_ns)
+                self._end_copies(record, batch.served, now_ns, actions)
+
     def _end_copies(
         self, guilty: FrameRecord, served: ServedClass, now_ns: int, actions: list[Action]
     ) -> None:

@@ -171,6 +171,9 @@ class WorkerLife:
             "frames": sum(len(batch.unfinished) for batch in batches),
         }
         actions.append(Report("worker lost", values))
+        for batch in batches:
+            if is_suspicious and batch.is_alone and not batch.unfinished:
+                self._recovery.condemn(batch, now_ns, actions)
         left = [batch for batch in batches if self._hedges.give_up(batch, now_ns, actions)]
         if is_suspicious:
             self.lost_count += 1

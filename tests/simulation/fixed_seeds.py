@@ -12,4 +12,6 @@ FIXED_SEEDS: dict[int, str] = {
     " (test_frame_of_a_stuck_worker_expires_if_its_time_is_over)",
     73: "a copy of a poison frame took down one more worker"
     " (test_copy_of_poison_that_comes_back_is_not_run_again)",
+    169: "the content of a poison frame that had expired before its worker was missed got a third worker"
+    " (test_poison_that_expired_before_its_worker_was_missed_is_refused_too)",
 }

@@ -426,6 +426,25 @@ class TestBatchEnds:
         assert hr.batches(driver.tick()) == []
         driver.core.check_invariants()
 
+    def test_poison_that_expired_before_its_worker_was_missed_is_refused_too(self) -> None:
+        """The second worker was dead, but not known to be when the frame's deadline came: its outcome is
+        `expired`, and its content does not get a third worker."""
+        driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))
+        driver.join_worker(b"w1", slots=1)
+        driver.push(replace(hr.frame("cam-1", 0, ttl_ms=200), payload=bytes(1024)))
+        driver.tick()
+        driver.send(events.PeerUnreachable(b"w1"))
+        driver.join_worker(b"w2", slots=1)
+        driver.tick()
+        expired = hr.ends(driver.wait(300))
+        driver.send(events.PeerUnreachable(b"w2"))
+
+        ends = hr.ends(driver.push(replace(hr.frame("cam-2", 0), payload=bytes(1024))))
+
+        assert expired == [("cam-1", 0, "expired", "deadline")]
+        assert ends == [("cam-2", 0, "rejected", "poison_frame")]
+        driver.core.check_invariants()
+
     def test_frame_left_of_a_failing_batch_is_not_blamed(self) -> None:
         """Its neighbour expired in the overdue batch, which then failed: it runs alone before it ends."""
         driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))
