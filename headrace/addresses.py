@@ -12,6 +12,8 @@ This module binds nothing and knows no roles; the option table of lasting socket
 
 from __future__ import annotations
 
+import contextlib
+
 # getaddrinfo() imports this codec when it is first called, which is in a client's thread. A Ctrl-C that hits
 # an import of the main thread can leave the import lock taken for good (a KeyboardInterrupt in importlib's
 # _get_module_lock), and a thread that imports after that waits for ever.
@@ -220,7 +222,10 @@ def _ask(
             dealer.setsockopt(zmq.IPV6, 1)
             dealer.setsockopt(zmq.MAXMSGSIZE, Limits().max_header_bytes)
             dealer.connect(str(candidate))
-            dealer.send_multipart(codec.encode(Discover()))
+            # Not waiting: where a socket of another kind listens, ZeroMQ gives the connection up again and
+            # again, and a send that comes between two tries waits, maybe for ever. Nothing there can answer.
+            with contextlib.suppress(zmq.Again):
+                dealer.send_multipart(codec.encode(Discover()), zmq.NOBLOCK)
             poller.register(dealer, zmq.POLLIN)
         while not should_stop():
             remaining_s = end - time.monotonic()

@@ -281,6 +281,24 @@ def test_a_stranger_on_the_port_is_not_a_broker() -> None:
         stranger.stop()
 
 
+class SocketWithoutPeer(zmq.Socket[bytes]):
+    """A socket that can't send: its connection was given up, as ZeroMQ does where sockets don't match."""
+
+    def send(self, data: object, flags: int = 0, *args: object, **options: object) -> None:
+        assert flags & zmq.NOBLOCK, "this send would wait for ever"
+        raise zmq.Again
+
+
+class ContextWithoutPeer(zmq.Context[zmq.Socket[bytes]]):
+    _socket_class = SocketWithoutPeer
+
+
+def test_a_socket_of_another_kind_does_not_hold_discovery_up() -> None:
+    """A broker's results or intake address, given by mistake, ends in time like any wrong one."""
+    with ContextWithoutPeer() as context, pytest.raises(UnreachableError):
+        addresses.discover("tcp://127.0.0.1:9", 0.3, context=context)
+
+
 def test_a_discovery_can_be_stopped() -> None:
     """PRC-11: closing a client that waits for a broker does not wait for the time limit."""
     stop = threading.Event()
