@@ -192,8 +192,11 @@ class DispatchChecks:
                 continue
             if seen.passed_count is None:
                 seen.passed_count = 0
+                # All that has no outcome yet: whether it still waits is not known of each of them.
                 older_count = sum(
-                    other.waits_from_ns <= seen.waits_from_ns for other in self._waiting[key].values()
+                    other.class_key == key and other.waits_from_ns <= seen.waits_from_ns
+                    for order in self._referee.order.values()
+                    for other in order
                 )
                 # Frames that come back keep their age: they may stand before it later.
                 in_flight = sum(len(batch) for h in self._holders.values() for batch in h.batches.values())
