@@ -8,6 +8,7 @@ from __future__ import annotations
 
 #: seed -> what it found.
 FIXED_SEEDS: dict[int, str] = {
+    262: "the id of a worker killed twice within one probe was refused for good (test_newest_claim_stands)",
     59: "a frame that a stuck worker gave back was sent again after its deadline"
     " (test_frame_of_a_stuck_worker_expires_if_its_time_is_over)",
     73: "a copy of a poison frame took down one more worker"

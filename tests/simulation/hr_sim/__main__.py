@@ -28,7 +28,7 @@ def main() -> int:
     sim.add_argument("-v", "--verbose", action="store_true")
     canary = commands.add_parser("canary")
     canary.add_argument("names", nargs="*", help="only these bugs")
-    canary.add_argument("--seeds", type=int, default=200, help="seeds that a bug has to show in")
+    canary.add_argument("--seeds", type=int, default=400, help="seeds that a bug has to show in")
     commands.add_parser("speed")
     arguments = parser.parse_args()
     if arguments.command == "canary":

@@ -309,16 +309,6 @@ def neighbours_blamed(original: Any) -> Any:
     return recover_failed
 
 
-@_plant(BatchEnds, "_recover_failed")
-def lone_frame_blamed(original: Any) -> Any:
-    """As it was until the others of an overdue batch could expire in it."""
-
-    def recover_failed(self: Any, batch: Any, failed: Any, _count: int, *rest: Any) -> None:
-        original(self, batch, failed, len(batch.records), *rest)
-
-    return recover_failed
-
-
 @_plant(WorkerLife, "_claim_id")
 def stale_claim_kept(original: Any) -> Any:
     """As it was until seed 50: a worker killed twice within one probe was refused for good."""

@@ -198,10 +198,8 @@ class DispatchChecks:
                     for order in self._referee.order.values()
                     for other in order
                 )
-                # Frames that come back keep their age: they may stand before it later.
-                in_flight = sum(len(batch) for h in self._holders.values() for batch in h.batches.values())
                 largest = max(h.limits.get(key, 0) for h in self._holders.values())
-                limit = math.ceil((older_count + in_flight + 1) * self._pass_factor) + largest + 1
+                limit = math.ceil((older_count + 1) * self._pass_factor) + largest + 1
                 seen.passed_limit = limit - math.floor(requeued_count * self._pass_factor)
             seen.passed_count += passed_count
             limit = seen.passed_limit + math.ceil(requeued_count * self._pass_factor)
