@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Self, TypedDict, Unpack
 
 from headrace.clients.producer import Producer
-from headrace.clients.records import FrameId, Missed
+from headrace.clients.records import FrameId, Missed, MissedReason
 from headrace.clients.subscriber import Subscriber
 from headrace.clients.subscriber_events import Mode, Start
 from headrace.errors import ClosedError, NotDeliveredError, RequestTimeoutError
@@ -75,12 +75,17 @@ class Client:
         self._free_lanes: list[_Lane] = []
         self._lanes_count = 0
         self._pending: dict[tuple[str, int], tuple[_Lane, Future[Outcome]]] = {}
+        # Of pending requests alone: the broker's boot under which the frame ended, and the last boot of which
+        # the lane's stream missed outcomes. Where both are the same, the outcome will never come.
+        self._ended_under: dict[tuple[str, int], int | None] = {}
+        self._missed_under: dict[tuple[str, int], tuple[int, MissedReason]] = {}
         self._producer = Producer(
             address,
             name=name or self._prefix.rstrip("/"),
             max_unfinished_frames=max_in_flight,
             max_unfinished_bytes=max_unfinished_bytes,
             on_reject=self._take_reject,
+            on_finished=self._take_finished,
         )
         try:
             self._subscriber = Subscriber(
@@ -196,6 +201,8 @@ class Client:
         """Free the lane of a request; return its future, None when it was answered already."""
         with self._lock:
             lane, future = self._pending.pop(key, (None, None))
+            self._ended_under.pop(key, None)
+            self._missed_under.pop(key, None)
             if lane is not None:
                 self._free_lanes.append(lane)
             return future
@@ -206,15 +213,30 @@ class Client:
             if future is not None:
                 _answer(future, item)
             return
-        # A request whose frame ended without its outcome coming by will never be answered; one whose
-        # frame is unfinished is sent again by the producer and still has its outcome before it.
+        # A request whose frame ended under this boot will never be answered. One whose frame is unfinished,
+        # or ended under a later boot, still has its outcome before it.
         with self._lock:
             keys = [key for key in self._pending if key[0] == item.stream]
+            for key in keys:
+                self._missed_under[key] = (item.boot, item.reason)
         for key in keys:
-            if not self._producer.is_unfinished(FrameId(key[0], self._producer.epoch, key[1])):
-                future = self._forget(key)
-                if future is not None:
-                    _fail(future, RequestTimeoutError(f"the outcome of {key} was missed: {item.reason}"))
+            self._fail_if_lost(key)
+
+    def _take_finished(self, frame: FrameId) -> None:
+        key = (frame.stream, frame.seq)
+        with self._lock:
+            if key not in self._pending:
+                return
+            self._ended_under[key] = self._producer.boot
+        self._fail_if_lost(key)
+
+    def _fail_if_lost(self, key: tuple[str, int]) -> None:
+        with self._lock:
+            missed_boot, reason = self._missed_under.get(key, (None, None))
+            is_lost = missed_boot is not None and self._ended_under.get(key) == missed_boot
+        future = self._forget(key) if is_lost else None
+        if future is not None:
+            _fail(future, RequestTimeoutError(f"the outcome of {key} was missed: {reason}"))
 
     def _take_reject(self, reject: Reject) -> None:
         """A frame that was not admitted: its published outcome says the same, but may come later, and a

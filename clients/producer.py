@@ -243,6 +243,11 @@ class Producer:
             self._check_failure()
             return self._oldest_ticket() > sent
 
+    @property
+    def boot(self) -> int | None:
+        """The run of the broker that this producer talks to, or talked to last."""
+        return self._progress.situation.boot
+
     def is_unfinished(self, frame: FrameId) -> bool:
         """Tell whether a frame pushed here has no known end yet."""
         return frame.epoch == self.epoch and (frame.stream, frame.seq) in self._tickets

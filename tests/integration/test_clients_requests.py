@@ -18,7 +18,7 @@ from hr_clients import AutoWorker, image, settings_at, unused_port, wait_for
 import headrace
 from headrace import AsyncClient, AsyncProducer, AsyncSubscriber, Client, Control, Missed, Outcome, Status
 from headrace.broker.status import MAX_STREAMS_PER_PAGE
-from headrace.clients.records import MissedReason
+from headrace.clients.records import FrameId, MissedReason
 from headrace.errors import (
     ClosedError,
     FrameError,
@@ -278,17 +278,34 @@ def test_requests_outlive_a_broker_that_restarts() -> None:
     assert again.outputs["first"] == 9
 
 
+def test_what_an_earlier_broker_lost_does_not_end_a_request_of_the_next(
+    broker: BrokerThread, worker: AutoWorker
+) -> None:
+    """The frame was sent again and ended under the new boot: its outcome is on its way, although the
+    subscriber is told first that the old boot's end can't be had."""
+    worker.gate.clear()
+    with Client(broker.endpoints.frames) as client:
+        future = client.submit(image(3))
+        ((lane, seq), *_) = client._pending
+        client._take_finished(FrameId(lane, client._producer.epoch, seq))
+        client._take_item(Missed(lane, broker.endpoints.boot + 1, 0, None, MissedReason.NEW_BOOT))
+        assert not future.done()
+
+        worker.gate.set()
+        assert future.result(20).status is Status.OK
+
+
 def test_a_request_whose_outcome_can_not_be_had_is_told_so(broker: BrokerThread, worker: AutoWorker) -> None:
     """The producer knows that the frame ended, the subscriber that its outcome was missed."""
     worker.gate.clear()
     with Client(broker.endpoints.frames) as client:
         future = client.submit(image(0))
-        (lane, _), *_ = client._pending
-        client._take_item(Missed(lane, 1, 0, 0, MissedReason.LEFT_RING))
+        ((lane, seq), *_) = client._pending
+        boot = broker.endpoints.boot
+        client._take_item(Missed(lane, boot, 0, 0, MissedReason.LEFT_RING))
         assert not future.done(), "its frame is unfinished: the outcome may still come"
 
-        client._producer._tickets.clear()
-        client._take_item(Missed(lane, 1, 0, 0, MissedReason.LEFT_RING))
+        client._take_finished(FrameId(lane, client._producer.epoch, seq))
 
         with pytest.raises(RequestTimeoutError, match="missed: left_ring"):
             future.result(5)
