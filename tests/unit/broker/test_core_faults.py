@@ -445,6 +445,24 @@ class TestBatchEnds:
         assert ends == [("cam-2", 0, "rejected", "poison_frame")]
         driver.core.check_invariants()
 
+    def test_suspect_that_expired_is_not_condemned_before_its_attempts_are_used(self) -> None:
+        """With three attempts, two lost workers prove nothing yet: the same content is admitted."""
+        driver = hr.CoreDriver(hr.make_settings(check_deadlines=False, max_attempts=3))
+        driver.join_worker(b"w1", slots=1)
+        driver.push(replace(hr.frame("cam-1", 0, ttl_ms=200), payload=bytes(1024)))
+        driver.tick()
+        driver.send(events.PeerUnreachable(b"w1"))
+        driver.join_worker(b"w2", slots=1)
+        driver.tick()
+        driver.wait(300)
+        driver.send(events.PeerUnreachable(b"w2"))
+
+        ends = hr.ends(driver.push(replace(hr.frame("cam-2", 0), payload=bytes(1024))))
+
+        assert ends == []
+        assert driver.core.account.unfinished == 1
+        driver.core.check_invariants()
+
     def test_frame_left_of_a_failing_batch_is_not_blamed(self) -> None:
         """Its neighbour expired in the overdue batch, which then failed: it runs alone before it ends."""
         driver = hr.CoreDriver(hr.make_settings(check_deadlines=False))

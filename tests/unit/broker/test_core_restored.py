@@ -121,6 +121,16 @@ def test_restored_streams_are_bounded() -> None:
     driver.core.check_invariants()
 
 
+def test_a_full_table_restores_no_more() -> None:
+    """A stream for which there is no place is left out; the ones that are there keep theirs."""
+    driver = CoreDriver(make_settings(max_streams=1))
+    driver.core.restore([restored(name="a")], driver.now_ns)
+
+    driver.core.streams.restore(restored(name="b"), 8, driver.now_ns)
+
+    assert list(driver.core.streams.by_name) == ["a"]
+
+
 def test_positions_begin_anew(driver: CoreDriver) -> None:
     """A restored stream has published nothing in this boot."""
     driver.core.restore([restored((0, 9))], driver.now_ns)
