@@ -157,6 +157,7 @@ def test_a_flood_without_workers_is_bounded_and_fresh_frames_are_served_after_it
             flooded = hf.memory_bytes(broker.pid, "VmHWM")
 
             hf.start_worker(processes, broker).read_log("ready")
+            broker.wait_status(lambda status: status["unfinished_bytes"] < frames_bytes / 2)
             came_ns = time.monotonic_ns()
             for number, producer in enumerate(producers):
                 producer.push(big, stream=f"cam-{number}", pts_ns=came_ns, timeout=LIMIT_S)

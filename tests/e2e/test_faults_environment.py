@@ -172,15 +172,16 @@ def test_killed_processes_leave_no_shared_memory(tmp_path: Path) -> None:
         pytest.skip("this machine has no /dev/shm")
     script = (
         "import sys, numpy, headrace\n"
-        "producer = headrace.Producer(sys.argv[1])\n"
-        "while True: producer.push(numpy.zeros((256, 256, 3), numpy.uint8), stream='s')\n"
+        "producer, rng = headrace.Producer(sys.argv[1]), numpy.random.default_rng(int(sys.argv[2]))\n"
+        # All different: one that two killed workers had is refused from then on, and so is its like.
+        "while True: producer.push(rng.integers(0, 256, (256, 256, 3), numpy.uint8), stream='s')\n"
     )
     before = set(folder.glob("*headrace*"))
     with Processes(tmp_path) as processes:
         broker = processes.broker(hf.config(size=256))
         for number in range(10):
             worker = hf.start_worker(processes, broker)
-            producer = subprocess.Popen([sys.executable, "-P", "-c", script, broker.address])
+            producer = subprocess.Popen([sys.executable, "-P", "-c", script, broker.address, str(number)])
             try:
                 broker.wait_status(lambda status, n=number: status["account"]["ok"] > 5 * (n + 1))
             finally:
