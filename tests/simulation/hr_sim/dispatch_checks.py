@@ -1,8 +1,8 @@
 """Judges batches: what is in them, who gets them, and in which order frames leave.
 
 The stated bounds. A frame that has not aged is never taken while one of a higher priority waits in its size
-class. An aged frame is passed by at most ceil((older frames + 1) * (1 - share) / share) frames of higher
-priorities of its class, and one batch more.
+class. An aged frame is passed by at most ceil((older frames + 1) * (1 - share) / share) younger frames of
+higher priorities of its class, and one batch more. Older ones go before it by right: ADR 3 counts them apart.
 """
 
 from __future__ import annotations
@@ -187,7 +187,9 @@ class DispatchChecks:
         for seen in self._waiting[key].values():
             if now_ns < seen.waits_from_ns + self._ageing_ns:
                 continue
-            passed_count = sum(other.priority > seen.priority for other in taken)
+            passed_count = sum(
+                other.priority > seen.priority and other.waits_from_ns > seen.waits_from_ns for other in taken
+            )
             if not passed_count:
                 continue
             if seen.passed_count is None:

@@ -10,6 +10,7 @@ connections can't be made meanwhile.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ _DISCOVERY_NS = 2_000 * MS
 CHECK_EVERY_TURNS = 20
 
 
-class Node:
+class Node(ABC):
     """One process. Subclasses give it a loop (``turn``) and a wake-up time."""
 
     def __init__(self, world: World, name: str) -> None:
@@ -68,9 +69,9 @@ class Node:
                 wakeup_ns = now_ns + US
             self.wake(wakeup_ns)
 
+    @abstractmethod
     def turn(self, now_ns: int) -> None:
         """Hand over what arrived, then a Tick; carry out what is asked for."""
-        raise NotImplementedError
 
     def check_now_and_then(self, session: Any) -> None:
         """Let a session check itself: it costs a walk over all it holds."""
@@ -78,17 +79,17 @@ class Node:
         if self._turns % CHECK_EVERY_TURNS == 0:
             session.check_invariants()
 
+    @abstractmethod
     def wakeup_ns(self) -> int | None:
         """Return when the next turn is due at the latest."""
-        raise NotImplementedError
 
     # -- what happens to it -------------------------------------------------------------------------
 
+    @abstractmethod
     def receive(self, link: Link, message: Any) -> None:
         """Something arrived."""
-        raise NotImplementedError
 
-    def lose(self, link: Link) -> None:
+    def lose(self, link: Link) -> None:  # noqa: B027 - most nodes have nothing to do
         """The node has learnt that a connection is gone."""
 
     def pause(self, ns: int) -> None:
