@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from headrace.protocol.messages import Batch, Credit, ModelSpec, Outcome, Reject, Value
+from headrace.protocol.per_frame import per_frame
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class SendBatch:
     """Dispatch a batch to a worker."""
 
@@ -28,7 +29,7 @@ class CancelBatch:
     batch: int
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class PublishOutcome:
     """Publish it. It is already in the retention ring. Consecutive outcomes of one stream may be
     bundled by the shell."""
@@ -36,7 +37,7 @@ class PublishOutcome:
     outcome: Outcome
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class GrantCredit:
     """Tell a producer which of its frames are finished."""
 

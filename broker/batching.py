@@ -11,17 +11,17 @@ until a worker is idle tripled the goodput of the same program.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from headrace.broker.settings import ClassPolicy
+from headrace.protocol.per_frame import per_frame
 
 #: A worker that is predicted to fall idle within this time counts as idle: about the time a batch needs
 #: to travel and be staged, so that the device does not wait for it.
 IDLE_LEAD_NS = 2_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class ClassView:
     """What a policy sees of one size class. ``waiting_count`` >= 1; ``oldest_ns`` is when the longest
     waiting frame was received; ``next_idle_ns`` is when a worker with a free slot is predicted to fall
@@ -45,14 +45,14 @@ class ClassView:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class CloseNow:
     """Close a batch of ``count`` frames now."""
 
     count: int
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class LookAgain:
     """Nothing yet; ask again at ``at_ns`` (None: only an event can change the answer)."""
 

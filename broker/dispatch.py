@@ -35,7 +35,7 @@ is idle, the one that will be first is reserved for them; the others go on with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
 from headrace.broker.batching import ClassView, CloseNow
@@ -54,6 +54,7 @@ from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
 from headrace.errors import Code
 from headrace.protocol.messages import Batch, Status, Value
+from headrace.protocol.per_frame import per_frame
 
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
@@ -70,7 +71,7 @@ MIN_LEAD_NS = 500_000
 PROBE_NS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class _Choice:
     """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``. ``is_growing``: no
     worker is idle and it may still become fuller or more urgent, so it is sent only if it would lose its

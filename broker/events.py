@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from headrace.protocol.messages import BadFrame, Done, Failed, Frame, Hello, Ready, WorkerHello
+from headrace.protocol.per_frame import per_frame
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class FrameArrived:
     """One frame (or the readable remains of a bad one). A bundle is one event per frame."""
 
@@ -90,7 +91,7 @@ class WorkerLeft:
     peer: bytes
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class BatchDone:
     """A worker finished a batch."""
 
@@ -116,7 +117,7 @@ class GraceEnded:
     """The drain's time is over: every unfinished frame becomes `error shutdown`."""
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Tick:
     """Time has passed: a wake-up asked for with next_wakeup_ns(), or just another turn."""
 

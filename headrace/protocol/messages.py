@@ -21,6 +21,7 @@ from headrace.protocol.models import ModelSpec as ModelSpec
 from headrace.protocol.models import Oversize as Oversize
 from headrace.protocol.models import SizeClassSpec as SizeClassSpec
 from headrace.protocol.models import Value as Value
+from headrace.protocol.per_frame import per_frame
 
 PROTOCOL_VERSION = 1
 
@@ -58,7 +59,7 @@ class Status(StrEnum):
 # ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class TensorSpec:
     """One tensor inside a payload. ``dtype`` is a numpy name (little-endian), ``shape`` all positive
     for inputs; outputs may hold zero-length axes (no detections)."""
@@ -68,7 +69,7 @@ class TensorSpec:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class ShmRef:
     """Payload of lane ``shm``: a slot in the producer's arena. Valid while ``generation`` matches."""
 
@@ -81,7 +82,7 @@ class ShmRef:
 Payload: TypeAlias = "Buffer | ShmRef"
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Frame:
     """One input. After decoding, ``shape`` is always known: for ``raw`` as sent, for encoded images
     (height, width, channels) as read from the image's own header with EXIF orientation applied.
@@ -124,7 +125,7 @@ class BadFrame:
     meta: dict[str, Value] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Frames:
     """FRAME, one or a bundle. On the wire a single frame has its fields in the header itself."""
 
@@ -218,7 +219,7 @@ class Welcome:
     is_shm_possible: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Credit:
     """Cumulative since Hello: ``finished`` frames of this session (outcome or reject). A producer may
     have sent at most ``finished + credits`` frames. ``streams`` maps stream to the highest seq such
@@ -305,7 +306,7 @@ class Ready:
     models: tuple[ModelProfile, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Batch:
     """Frames of one (model, size class) for one worker. ``frames[i].payload`` is part i; their ``meta`` has
     stayed at the broker."""
@@ -317,7 +318,7 @@ class Batch:
     frames: tuple[Frame, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class FrameResult:
     """End of one frame of a batch at the worker. ``status`` is ok or error. ``outputs`` is a msgpack
     value (boxes, labels) or None; ``tensors`` describe raw output payloads, one part each, in order.
@@ -332,7 +333,7 @@ class FrameResult:
     flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Done:
     """A batch was run: exactly one result per frame, in the order of the batch. Microseconds: staged
     from receipt until the batch stood in its buffer, ran the engine alone, total from receipt to send."""
@@ -365,7 +366,7 @@ class Cancel:
 # ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Timing:
     """Stage timeline of one frame: microseconds after the broker received it. Stages a frame never
     reached are None."""
@@ -377,7 +378,7 @@ class Timing:
     published_us: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Outcome:
     """The one published end of a frame. ``shape`` is the frame's (height, width, channels) in whose
     pixels coordinates are given."""
@@ -407,7 +408,7 @@ class Outcome:
     flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Outcomes:
     """Published outcomes of one stream, ascending pub_seq. Parts: topic (stream + NUL), header, payloads."""
 
