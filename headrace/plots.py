@@ -351,7 +351,6 @@ _PAGE_STYLE = (
 def _write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
     if not charts:
         raise PlotError(f"{path}: there is no chart to draw")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # A figure of its own, not pyplot: pyplot keeps figures and looks for a display.
@@ -359,7 +358,7 @@ def _write_png(path: Path, title: str, charts: Sequence[Chart]) -> None:
     figure.suptitle(title)
     for number, chart in enumerate(charts, start=1):
         _draw(chart, figure.add_subplot(len(charts), 1, number))
-    FigureCanvasAgg(figure).print_png(str(path))
+    figure.savefig(path, format="png")
 
 
 def _draw(chart: Chart, axes: Axes) -> None:
