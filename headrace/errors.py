@@ -63,6 +63,7 @@ class Code(StrEnum):
 
     # -- an admitted frame that ended without a result (outcomes `error`, `expired`, `superseded`) --
     DAMAGED_IMAGE = "damaged_image"
+    STALE_SLOT = "stale_slot"
     BATCH_FAILED = "batch_failed"
     POST_PROCESS_FAILED = "post_process_failed"
     RESULT_COUNT = "result_count"
@@ -76,6 +77,7 @@ class Code(StrEnum):
 
     # -- a worker or a request that is refused --
     ID_IN_USE = "id_in_use"
+    ID_CLAIMED = "id_claimed"
     VERSION_MISMATCH = "version_mismatch"
     BAD_READY = "bad_ready"
     TOO_MANY_WORKERS = "too_many_workers"
@@ -133,6 +135,10 @@ class ConfigError(LocalError):
 class JournalError(LocalError):
     """The broker's journal can't be written any more: names the file and the reason. The broker ends, since
     what it can't record it may not publish."""
+
+
+class ArenaError(LocalError):
+    """Shared memory that can't be made or opened: names the folder or the arena, and the reason."""
 
 
 class ModelError(LocalError):
