@@ -7,8 +7,9 @@ Theory of operation. A frame's place inside its priority is the tuple ``order``:
 sorts last), then a fairness tag, then arrival. The tag is start-time fair queueing in units of frames: a
 stream's next frame is tagged one past its last, but never behind the priority's virtual time, so that frames
 without deadlines are taken round-robin over the streams that wait and a stream that was idle earns no
-credit. Heaps with lazy deletion give O(log n) push, cancel and take; a cancelled entry is skipped when it
-comes up, and a heap that is mostly cancelled entries is rebuilt.
+credit. Indexes with lazy deletion give O(log n) push, cancel and take, O(1) for frames that come in the
+order in which they leave; a cancelled entry is skipped when it comes up, and an index that is mostly
+cancelled entries is swept.
 
 Ageing. A frame that has waited ``ageing_ns`` is aged. Each time a frame of a higher priority is taken while a
 lower one waits aged, ``debt`` grows by share / (1 - share); at 1 or more the oldest of those aged frames is
@@ -22,123 +23,125 @@ import heapq
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import count
+from itertools import chain, count
 
 from headrace.broker.records import FrameRecord
 
 #: Sorts behind every real deadline: no monotonic clock gets here.
 _NO_DEADLINE_NS = 1 << 63
 
-#: A lazily deleted heap is rebuilt when it holds more than this many entries and over half are dead.
-_REBUILD_ABOVE = 64
+#: An index is swept when it holds more than this many entries and over half are dead.
+_SWEEP_ABOVE = 64
 
-_Entry = tuple[tuple[int, int, int], int]
+_Key = tuple[int, int, int]
+_Entry = tuple[_Key, int]
 
 
-class _LazyHeap:
-    """A heap of records with lazy deletion. An entry is dead when its ticket is no longer its record's.
+class _Index:
+    """Tickets of waiting frames by key, smallest first. An entry is dead when its ticket is no longer live.
 
-    Entries name records by ticket: a dead one must not keep the payload of a frame that has ended."""
+    Frames mostly come in the order of their keys: such entries stand in a line, which costs one comparison a
+    push and none a removal; only the others go to a heap. Entries name frames by ticket: a dead one must not
+    keep the payload of a frame that has ended."""
 
-    def __init__(self) -> None:
+    __slots__ = ("_heap", "_line", "_live")
+
+    def __init__(self, live: dict[int, FrameRecord]) -> None:
+        self._live = live
+        self._line: deque[_Entry] = deque()
         self._heap: list[_Entry] = []
-        self._tickets = count()
-        self._live: dict[FrameRecord, int] = {}
-        self._records: dict[int, FrameRecord] = {}
 
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def push(self, key: tuple[int, int, int], record: FrameRecord) -> None:
-        self.discard(record)
-        ticket = next(self._tickets)
-        self._live[record] = ticket
-        self._records[ticket] = record
-        heapq.heappush(self._heap, (key, ticket))
-        if len(self._heap) > _REBUILD_ABOVE and len(self._heap) > 2 * len(self._live):
-            self._heap = [entry for entry in self._heap if entry[1] in self._records]
+    def push(self, key: _Key, ticket: int, live_count: int) -> None:
+        """Add an entry. ``live_count`` entries of this index are live, this one included."""
+        line, entry = self._line, (key, ticket)
+        if not line or line[-1] <= entry:
+            line.append(entry)
+        else:
+            heapq.heappush(self._heap, entry)
+        held_count = len(line) + len(self._heap)
+        if held_count > _SWEEP_ABOVE and held_count > 2 * live_count:
+            self._line = deque([one for one in line if one[1] in self._live])
+            self._heap = [one for one in self._heap if one[1] in self._live]
             heapq.heapify(self._heap)
 
-    def discard(self, record: FrameRecord) -> None:
-        ticket = self._live.pop(record, None)
-        if ticket is not None:
-            del self._records[ticket]
+    def peek(self) -> _Entry | None:
+        """Return the first live entry."""
+        live, line, heap = self._live, self._line, self._heap
+        while line and line[0][1] not in live:
+            line.popleft()
+        while heap and heap[0][1] not in live:
+            heapq.heappop(heap)
+        if line and (not heap or line[0] < heap[0]):
+            return line[0]
+        return heap[0] if heap else None
 
-    def peek(self) -> tuple[tuple[int, int, int], FrameRecord] | None:
-        while self._heap:
-            key, ticket = self._heap[0]
-            record = self._records.get(ticket)
-            if record is not None:
-                return key, record
+    def pop(self, entry: _Entry) -> None:
+        """Remove the entry that peek() has just returned."""
+        if self._line and self._line[0] is entry:
+            self._line.popleft()
+        else:
             heapq.heappop(self._heap)
-        return None
 
-    def __iter__(self) -> Iterator[FrameRecord]:
-        return iter(self._live)
+    def __iter__(self) -> Iterator[int]:
+        """Yield the live tickets in no particular order."""
+        return (ticket for _, ticket in chain(self._line, self._heap) if ticket in self._live)
 
 
 class _PriorityQueue:
-    """Frames of one priority. ``virtual`` is the fairness tag of the frame taken last, ``deadlines`` are
-    those of the waiting frames, ascending."""
+    """Frames of one priority, ``size`` of them. ``virtual`` is the fairness tag of the frame taken last,
+    ``deadlines`` are those of the waiting frames, ascending."""
 
-    def __init__(self) -> None:
-        self.heap = _LazyHeap()
+    __slots__ = ("_prune_above", "deadlines", "index", "last_tag", "size", "virtual")
+
+    def __init__(self, live: dict[int, FrameRecord]) -> None:
+        self.index = _Index(live)
+        self.size = 0
         self.virtual = 0
         self.last_tag: dict[str, int] = {}
-        self._prune_above = _REBUILD_ABOVE
-        self.waiting: dict[str, int] = {}
+        self._prune_above = _SWEEP_ABOVE
         self.deadlines: list[int] = []
 
     def tag_for(self, stream: str) -> int:
-        tag = max(self.virtual, self.last_tag.get(stream, -1) + 1)
+        # The last tag of a stream of which nothing waits stays: the stream was just served at the virtual
+        # time, and its next frame comes one behind it; else streams with one frame at a time would pass a
+        # waiting backlog for ever.
+        tag = self.last_tag.get(stream, -1) + 1
+        if tag < self.virtual:
+            tag = self.virtual
         self.last_tag[stream] = tag
         if len(self.last_tag) > self._prune_above:
             # A tag behind the virtual time says nothing any more. The limit doubles with what is left, so
             # that pruning costs O(1) a push however many streams there are.
             self.last_tag = {name: last for name, last in self.last_tag.items() if last >= self.virtual}
-            self._prune_above = max(_REBUILD_ABOVE, 2 * len(self.last_tag))
+            self._prune_above = max(_SWEEP_ABOVE, 2 * len(self.last_tag))
         return tag
-
-    def add(self, record: FrameRecord) -> None:
-        stream = record.frame.stream
-        self.waiting[stream] = self.waiting.get(stream, 0) + 1
-        self.heap.push(record.order, record)
-        if record.deadline_ns is not None:
-            insort(self.deadlines, record.deadline_ns)
-
-    def drop(self, record: FrameRecord) -> None:
-        stream = record.frame.stream
-        self.heap.discard(record)
-        if record.deadline_ns is not None:
-            del self.deadlines[bisect_left(self.deadlines, record.deadline_ns)]
-        left = self.waiting[stream] - 1
-        if left:
-            self.waiting[stream] = left
-        else:
-            # Its last tag stays: the stream was just served at the virtual time, and its next frame comes one
-            # behind it; else streams with one frame at a time would pass a waiting backlog for ever.
-            del self.waiting[stream]
 
 
 class ClassQueue:
     """All waiting frames of one size class.
 
-    Invariants: a record is in at most one place (a priority heap or an exact batch); ``len`` counts both;
-    every record in it has ``is_queued`` set and no other has it through this queue.
+    Invariants: a record is in at most one place (the indexes or an exact batch); ``len`` counts both; every
+    record in it has ``is_queued`` set and no other has it through this queue. A record in the indexes is in
+    ``_live`` under its ticket; it is aged exactly when the ticket is in ``_aged_tickets``.
     """
 
     def __init__(self, priority_levels: int, ageing_ns: int, ageing_share: float) -> None:
-        self._queues = [_PriorityQueue() for _ in range(priority_levels)]
+        self._live: dict[int, FrameRecord] = {}
+        self._queues = [_PriorityQueue(self._live) for _ in range(priority_levels)]
+        self._priorities = 0  # bit p is set when frames of priority p are in the indexes
         self._ageing_ns = ageing_ns
         self._debt_step = ageing_share / (1.0 - ageing_share)
         self._debt = 0.0
         self._exact: deque[list[FrameRecord]] = deque()
-        # Side indexes over the frames in the heaps: by time of arrival (young, then aged) and by deadline.
-        self._young = _LazyHeap()
-        self._aged = [_LazyHeap() for _ in range(priority_levels)]
-        self._deadlines = _LazyHeap()
+        # Side indexes: by time of arrival (young, then aged) and by deadline.
+        self._young = _Index(self._live)
+        self._aged = [_Index(self._live) for _ in range(priority_levels)]
+        self._aged_tickets: dict[int, None] = {}
+        self._deadlines = _Index(self._live)
+        self._deadlines_count = 0
         self._streams: dict[str, int] = {}
         self._size = 0
+        self._tickets = count(1)
         self._front = count(-1, -1)
 
     def __len__(self) -> int:
@@ -147,8 +150,7 @@ class ClassQueue:
     def __iter__(self) -> Iterator[FrameRecord]:
         for batch in self._exact:
             yield from batch
-        for queue in reversed(self._queues):
-            yield from queue.heap
+        yield from self._live.values()
 
     # -- in -----------------------------------------------------------------------------------------
 
@@ -189,12 +191,23 @@ class ClassQueue:
 
     def _insert(self, record: FrameRecord, now_ns: int) -> None:
         self._mark_in(record)
-        self._queues[record.priority].add(record)
-        is_aged = now_ns >= record.waits_from_ns + self._ageing_ns
-        index = self._aged[record.priority] if is_aged else self._young
-        index.push((record.waits_from_ns, record.number, 0), record)
-        if record.deadline_ns is not None:
-            self._deadlines.push((record.deadline_ns, record.number, 0), record)
+        priority, waits_from_ns, deadline_ns = record.priority, record.waits_from_ns, record.deadline_ns
+        ticket = record.ticket = next(self._tickets)
+        self._live[ticket] = record
+        queue = self._queues[priority]
+        queue.size += 1
+        self._priorities |= 1 << priority
+        queue.index.push(record.order, ticket, queue.size)
+        key = (waits_from_ns, record.number, 0)
+        if now_ns < waits_from_ns + self._ageing_ns:
+            self._young.push(key, ticket, len(self._live) - len(self._aged_tickets))
+        else:
+            self._aged_tickets[ticket] = None
+            self._aged[priority].push(key, ticket, len(self._aged_tickets))
+        if deadline_ns is not None:
+            insort(queue.deadlines, deadline_ns)
+            self._deadlines_count += 1
+            self._deadlines.push((deadline_ns, record.number, 0), ticket, self._deadlines_count)
 
     # -- out ----------------------------------------------------------------------------------------
 
@@ -220,11 +233,12 @@ class ClassQueue:
             return batch
         self._age(now_ns)
         taken: list[FrameRecord] = []
-        while len(taken) < limit and self._size:
+        while len(taken) < limit and self._live:
             record = self._next()
-            self._queues[record.priority].virtual = max(
-                self._queues[record.priority].virtual, record.order[1]
-            )
+            queue = self._queues[record.priority]
+            tag = record.order[1]
+            if tag > queue.virtual:
+                queue.virtual = tag
             self._unindex(record)
             taken.append(record)
         return taken
@@ -237,13 +251,14 @@ class ClassQueue:
         for record in expired:
             self.remove(record)
         while (top := self._deadlines.peek()) is not None and top[0][0] <= now_ns:
-            self._unindex(top[1])
-            expired.append(top[1])
+            record = self._live[top[1]]
+            self._unindex(record)
+            expired.append(record)
         return expired
 
     def _next(self) -> FrameRecord:
         best = self._best()
-        aged = self._oldest_aged_below(best.priority)
+        aged = self._oldest_aged_below(best.priority) if self._aged_tickets else None
         if aged is None:
             return best
         if self._debt >= 1.0:
@@ -253,15 +268,15 @@ class ClassQueue:
         return best
 
     def _best(self) -> FrameRecord:
-        for queue in reversed(self._queues):
-            top = queue.heap.peek()
-            if top is not None:
-                return top[1]
-        raise LookupError("nothing waits in the heaps")
+        """Return the first frame of the highest priority. Requires one in the indexes."""
+        top = self._queues[self._priorities.bit_length() - 1].index.peek()
+        if top is None:
+            raise LookupError("nothing waits in the indexes")
+        return self._live[top[1]]
 
     def _oldest_aged_below(self, priority: int) -> FrameRecord | None:
-        tops = [top for heap in self._aged[:priority] if (top := heap.peek()) is not None]
-        return min(tops, key=lambda top: top[0])[1] if tops else None
+        tops = [top for index in self._aged[:priority] if (top := index.peek()) is not None]
+        return self._live[min(tops)[1]] if tops else None
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -279,8 +294,8 @@ class ClassQueue:
         return self._streams.get(stream, 0)
 
     def count_from(self, priority: int) -> int:
-        """Return how many frames of a priority or above wait in the heaps."""
-        return sum(len(queue.heap) for queue in self._queues[priority:])
+        """Return how many frames of a priority or above wait, exact batches left out."""
+        return sum([queue.size for queue in self._queues[priority:]])
 
     def count_ahead(self, priority: int, deadline_ns: int) -> int:
         """Return how many frames would be taken before one of this priority and deadline that came now,
@@ -290,12 +305,18 @@ class ClassQueue:
 
     def oldest_ns(self) -> int | None:
         """Return since when the longest waiting frame (or the place it inherited) waits, None without one."""
-        times = [top[0][0] for heap in (self._young, *self._aged) if (top := heap.peek()) is not None]
-        times += [record.received_ns for batch in self._exact for record in batch]
+        top = self._young.peek()
+        times = [] if top is None else [top[0][0]]
+        if self._aged_tickets:
+            times += [top[0][0] for index in self._aged if (top := index.peek()) is not None]
+        if self._exact:
+            times += [record.received_ns for batch in self._exact for record in batch]
         return min(times, default=None)
 
     def next_expiry_ns(self) -> int | None:
         """Return the earliest deadline of a waiting frame."""
+        if not self._deadlines_count and not self._exact:
+            return None
         top = self._deadlines.peek()
         times = [] if top is None else [top[0][0]]
         times += [r.deadline_ns for batch in self._exact for r in batch if r.deadline_ns is not None]
@@ -321,7 +342,7 @@ class ClassQueue:
 
     def waiting_by_priority(self) -> dict[int, int]:
         """Return the number of waiting frames per priority that has any, exact batches included."""
-        counts = {p: len(q.heap) for p, q in enumerate(self._queues) if len(q.heap)}
+        counts = {priority: queue.size for priority, queue in enumerate(self._queues) if queue.size}
         for batch in self._exact:
             for record in batch:
                 counts[record.priority] = counts.get(record.priority, 0) + 1
@@ -334,13 +355,24 @@ class ClassQueue:
             raise AssertionError(f"queue holds {len(records)} records, counts {self._size}")
         if not all(r.is_queued for r in records):
             raise AssertionError("a waiting record is not marked as queued")
-        in_heaps = sum(len(q.heap) for q in self._queues)
-        aged = sum(len(heap) for heap in self._aged)
-        if len(self._young) + aged != in_heaps:
-            raise AssertionError(f"{len(self._young)} young + {aged} aged != {in_heaps} waiting")
-        deadlines = sum(len(q.deadlines) for q in self._queues)
-        if deadlines != len(self._deadlines):
-            raise AssertionError(f"{deadlines} deadlines by priority, {len(self._deadlines)} in all")
+        for ticket, record in self._live.items():
+            if record.ticket != ticket:
+                raise AssertionError(
+                    f"frame {record.number} has ticket {record.ticket}, is there as {ticket}"
+                )
+        for priority, queue in enumerate(self._queues):
+            held = sum(1 for ticket in queue.index if self._live[ticket].priority == priority)
+            if not held == queue.size or bool(held) != bool(self._priorities >> priority & 1):
+                raise AssertionError(
+                    f"{held} frames of priority {priority} are indexed, {queue.size} counted"
+                )
+        young = sorted(self._young)
+        aged = sorted(chain.from_iterable(self._aged))
+        if sorted(young + aged) != sorted(self._live) or aged != sorted(self._aged_tickets):
+            raise AssertionError(f"{len(young)} young + {len(aged)} aged of {len(self._live)} waiting")
+        deadlines = sum(len(queue.deadlines) for queue in self._queues)
+        if not deadlines == self._deadlines_count == len(list(self._deadlines)):
+            raise AssertionError(f"{deadlines} deadlines by priority, {self._deadlines_count} in all")
         by_stream: dict[str, int] = {}
         for record in records:
             by_stream[record.frame.stream] = by_stream.get(record.frame.stream, 0) + 1
@@ -351,8 +383,10 @@ class ClassQueue:
 
     def _age(self, now_ns: int) -> None:
         while (top := self._young.peek()) is not None and now_ns >= top[0][0] + self._ageing_ns:
-            self._young.discard(top[1])
-            self._aged[top[1].priority].push(top[0], top[1])
+            self._young.pop(top)
+            key, ticket = top
+            self._aged_tickets[ticket] = None
+            self._aged[self._live[ticket].priority].push(key, ticket, len(self._aged_tickets))
 
     def _mark_in(self, record: FrameRecord) -> None:
         record.is_queued = True
@@ -371,10 +405,17 @@ class ClassQueue:
         self._size -= 1
 
     def _unindex(self, record: FrameRecord) -> None:
-        self._queues[record.priority].drop(record)
-        self._young.discard(record)
-        self._aged[record.priority].discard(record)
-        self._deadlines.discard(record)
+        ticket, priority, deadline_ns = record.ticket, record.priority, record.deadline_ns
+        del self._live[ticket]
+        if self._aged_tickets:
+            self._aged_tickets.pop(ticket, None)
+        queue = self._queues[priority]
+        queue.size -= 1
+        if not queue.size:
+            self._priorities &= ~(1 << priority)
+        if deadline_ns is not None:
+            del queue.deadlines[bisect_left(queue.deadlines, deadline_ns)]
+            self._deadlines_count -= 1
         self._mark_out(record)
 
     def _drop_empty_exact(self) -> None:

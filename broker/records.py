@@ -60,6 +60,7 @@ class FrameRecord:
     # The queue's own: written by queues.ClassQueue alone.
     order: tuple[int, int, int] = (0, 0, 0)
     waits_from_ns: int = 0
+    ticket: int = 0
     is_queued: bool = False
 
 

@@ -307,11 +307,13 @@ def test_random_operations_keep_every_frame_in_exactly_one_place(seed: int) -> N
     [
         (lambda q: setattr(q, "_size", 5), "counts 5"),
         (lambda q: setattr(next(iter(q)), "is_queued", False), "not marked"),
-        (lambda q: q._young.discard(next(iter(q))), "young"),
+        (lambda q: setattr(next(iter(q)), "ticket", 7), "has ticket 7"),
+        (lambda q: setattr(q._queues[0], "size", 2), "1 frames of priority 0 are found, 2 counted"),
+        (lambda q: q._young.pop(q._young.peek()), "0 young"),
         (lambda q: q._queues[0].deadlines.append(1), "deadlines by priority"),
         (lambda q: q._streams.update(ghost=1), "stream counts"),
     ],
-    ids=["size", "mark", "index", "deadlines", "streams"],
+    ids=["size", "mark", "ticket", "priority", "index", "deadlines", "streams"],
 )
 def test_the_invariant_check_can_fail(spoil: object, says: str) -> None:
     """A planted inconsistency is found."""
