@@ -364,7 +364,7 @@ class ClassQueue:
             held = sum(1 for ticket in queue.index if self._live[ticket].priority == priority)
             if not held == queue.size or bool(held) != bool(self._priorities >> priority & 1):
                 raise AssertionError(
-                    f"{held} frames of priority {priority} are indexed, {queue.size} counted"
+                    f"{held} frames of priority {priority} are found, {queue.size} counted"
                 )
         young = sorted(self._young)
         aged = sorted(chain.from_iterable(self._aged))
