@@ -120,8 +120,9 @@ class VirtualPool:
                         self.outcome.latencies_ms[index] = (self._now_ns - due_ns[index]) / 1e6
                 case act.SendBatch():
                     self._run_batch(action)
-                case act.SendHeartbeat(peer, _):
-                    self._later(self._now_ns, events.PeerHeard(peer, is_heartbeat=True, is_worker=True))
+                case act.SendHeartbeat(peer, _, probe):
+                    heard = events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe)
+                    self._later(self._now_ns, heard)
                 case _:
                     pass
         return ended

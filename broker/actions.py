@@ -60,14 +60,17 @@ class WelcomeProducer:
     peer: bytes
     credits: int
     models: tuple[ModelSpec, ...]
+    is_shm_possible: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SetUpWorker:
-    """Answer a WorkerHello; the shell fills in endpoints and limits."""
+    """Answer a WorkerHello; the shell fills in endpoints and limits. ``host_key`` is the worker's: on another
+    host than the broker's it can't read arenas."""
 
     peer: bytes
     models: tuple[ModelSpec, ...]
+    host_key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,13 @@ class RefusePeer:
 
 @dataclass(frozen=True, slots=True)
 class SendHeartbeat:
-    """To a worker or a producer. A send that finds the connection gone comes back as PeerUnreachable."""
+    """To a worker or a producer. A send that finds the connection gone comes back as PeerUnreachable.
+
+    A ``probe`` asks a worker to repeat that number at once."""
 
     peer: bytes
     is_worker: bool
+    probe: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

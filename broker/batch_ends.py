@@ -54,7 +54,7 @@ class BatchEnds:
         if worker is None:
             self._life.refuse_unknown(peer, actions, is_worker=True)
         else:
-            self._life.hear(worker, now_ns, actions)
+            self._life.hear(worker, now_ns)
             batch = worker.in_flight.get(batch_id)
             if batch is not None and not batch.is_cancelled:
                 return batch

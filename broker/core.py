@@ -11,7 +11,7 @@ log); each ends exactly once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import assert_never
 
@@ -35,7 +35,7 @@ from headrace.broker.inflight import Ledger
 from headrace.broker.model_table import ModelTable, ServedClass
 from headrace.broker.outcomes import Account, OutcomeLog
 from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
-from headrace.broker.quarantine import Quarantine
+from headrace.broker.quarantine import Quarantine, ReadSlot, no_slots
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
 from headrace.broker.restored import RestoredStream
@@ -50,8 +50,8 @@ from headrace.broker.worker_life import WorkerLife
 from headrace.broker.worker_registry import WorkerRegistry
 from headrace.errors import Code
 from headrace.protocol.messages import (
-    Hello,
     Outcome,
+    ShmRef,
     Status,
     Value,
 )
@@ -62,12 +62,13 @@ _NS_PER_MS = 1_000_000
 class BrokerCore:
     """The state of one broker. Invariants: see check_invariants, which every test calls."""
 
-    def __init__(self, settings: CoreSettings, boot: int) -> None:
+    def __init__(self, settings: CoreSettings, boot: int, read_slot: ReadSlot = no_slots) -> None:
         """Make an empty broker.
 
         Args:
             settings: every bound and rate.
             boot: random u64 that names this run of the broker.
+            read_slot: returns the bytes of a payload in shared memory, None when they are gone.
         """
         self.settings = settings
         self.boot = boot
@@ -88,7 +89,7 @@ class BrokerCore:
         costs = self.costs = CostTable()
         traffic = Traffic(settings.limits.priority_levels)
         outcomes = self.outcomes = OutcomeLog(boot, settings, streams, producers, story)
-        self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames)
+        self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames, read_slot)
         recovery = self.recovery = Recovery(settings.max_attempts, streams, outcomes, self.quarantine, story)
         dispatcher = self.dispatcher = Dispatcher(
             settings, models, costs, ledger, hedges, streams, recovery, traffic, story
@@ -125,8 +126,8 @@ class BrokerCore:
                 # The one event that comes per frame: what it earns in credit is told at the Tick.
                 self.admission.admit(peer, frame, now_ns, actions)
                 return actions
-            case events.ProducerArrived(peer, hello):
-                self._on_producer_arrived(peer, hello, now_ns, actions)
+            case events.ProducerArrived():
+                self._on_producer_arrived(event, now_ns, actions)
             case events.ProducerLeft(peer):
                 session = self.producers.by_peer.get(peer)
                 if session is not None:
@@ -169,9 +170,7 @@ class BrokerCore:
         for pulse in silent:
             self._on_silent(pulse, now_ns, actions)
         actions += [SendHeartbeat(pulse.peer, pulse.is_worker) for pulse in owed]
-        claims = [claim for claim in self.workers.claims.values() if claim.until_ns <= now_ns]
-        for claim in claims:
-            self.life.lose(self.workers.by_id[claim.hello.worker], "silent when probed", now_ns, actions)
+        self.life.lose_unanswering(now_ns, actions)
         overdue = self.hedges.overdue(now_ns)
         if overdue:
             self.batch_ends.care_for_overdue(overdue, now_ns, actions)
@@ -201,7 +200,7 @@ class BrokerCore:
     def _find_next_tick(self) -> int | None:
         times = [
             self.beats.next_ns(),
-            self.workers.next_claim_ns(),
+            self.life.next_ns(),
             self.streams.next_idle_ns(),
             self.staleness.next_ns(),
             self.hedges.next_ns(),
@@ -219,12 +218,14 @@ class BrokerCore:
 
     # -- producers ----------------------------------------------------------------------------------
 
-    def _on_producer_arrived(self, peer: bytes, hello: Hello, now_ns: int, actions: list[Action]) -> None:
+    def _on_producer_arrived(self, event: events.ProducerArrived, now_ns: int, actions: list[Action]) -> None:
+        peer, hello = event.peer, event.hello
         session = self.producers.by_peer.get(peer)
         if session is not None and session.epoch == hello.epoch:
             # A repeated Hello (its Welcome was slow) must not begin the count again.
             session.pulse.last_heard_ns = now_ns
-            self._welcome(peer, actions)
+            session.use_arena(hello.arena, event.arena_bytes)
+            self._welcome(session, actions)
             return
         if session is not None:
             self._close_session(session)
@@ -237,12 +238,11 @@ class BrokerCore:
             actions.append(RefusePeer(peer, Code.TOO_MANY_PRODUCERS, message))
             return
         pulse = self.beats.start(peer, is_worker=False, now_ns=now_ns)
-        self.producers.open(peer, hello.epoch, hello.name, pulse)
-        self._welcome(peer, actions)
+        self._welcome(self.producers.open(peer, hello, pulse, event.arena_bytes), actions)
 
-    def _welcome(self, peer: bytes, actions: list[Action]) -> None:
-        credits_count = self.settings.credits_per_producer
-        actions.append(WelcomeProducer(peer, credits_count, self.models.specs()))
+    def _welcome(self, session: ProducerSession, actions: list[Action]) -> None:
+        credits_count, specs = self.settings.credits_per_producer, self.models.specs()
+        actions.append(WelcomeProducer(session.peer, credits_count, specs, bool(session.arena)))
 
     def _close_session(self, session: ProducerSession) -> None:
         for name in session.streams:
@@ -266,7 +266,9 @@ class BrokerCore:
         worker = self.workers.by_peer.get(peer)
         session = self.producers.by_peer.get(peer)
         if worker is not None:
-            self.life.hear(worker, now_ns, actions)
+            self.life.hear(worker, now_ns)
+            if event.probe is not None:
+                self.life.take_answer(worker, event.probe, actions)
         if session is not None:
             session.pulse.last_heard_ns = now_ns
         is_claiming = any(claim.peer == peer for claim in self.workers.claims.values())
@@ -349,6 +351,20 @@ class BrokerCore:
         """See OutcomeLog.replay: retained outcomes first to last (inclusive), lost ranges [start, stop),
         and whether there is more."""
         return self.outcomes.replay(stream, boot, first, last, max_bytes)
+
+    def arenas_in_use(self, arenas: Collection[str]) -> dict[str, None]:
+        """Return those of the arenas that a connected producer or an unfinished frame needs.
+
+        Looks through all unfinished frames, but only for arenas whose producers are gone."""
+        known = {session.arena for session in self.producers.by_peer.values()}
+        used = {name: None for name in arenas if name in known}
+        if len(used) < len(arenas):
+            for stream in self.streams.by_name.values():
+                for record in stream.order:
+                    payload = record.frame.payload
+                    if isinstance(payload, ShmRef) and payload.arena in arenas:
+                        used[payload.arena] = None
+        return used
 
     def story(self, stream: str, epoch: int, seq: int) -> list[str]:
         """Return what is remembered of a frame's way, one line a transition."""

@@ -23,10 +23,12 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class ProducerArrived:
-    """A producer said Hello."""
+    """A producer said Hello. ``arena_bytes`` is the size of the arena that it named, 0 when the shell could
+    not open it (another host, another user, the lane is off)."""
 
     peer: bytes
     hello: Hello
+    arena_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class PeerHeard:
     peer: bytes
     is_heartbeat: bool = False
     is_worker: bool = False  # it came in on the workers socket
+    probe: int | None = None  # the number of the probe that it answers
 
 
 @dataclass(frozen=True, slots=True)

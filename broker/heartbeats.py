@@ -32,7 +32,7 @@ class Heartbeats:
         self.silence_ns = interval_ns * missed_count
         self._heap: list[tuple[int, int, Pulse]] = []
         self._tickets = count()
-        self._grace_until_ns = 0
+        self.grace_until_ns = 0  # nobody is taken for dead before
 
     def start(self, peer: bytes, is_worker: bool, now_ns: int) -> Pulse:
         """Begin to watch a connection: first heartbeat one interval from now."""
@@ -51,12 +51,12 @@ class Heartbeats:
         owed: list[Pulse] = []
         silent: list[Pulse] = []
         if self._heap and now_ns - self._heap[0][0] > self.interval_ns:
-            self._grace_until_ns = now_ns + self.interval_ns
+            self.grace_until_ns = now_ns + self.interval_ns
         while self._heap and self._heap[0][0] <= now_ns:
             pulse = heapq.heappop(self._heap)[2]
             if pulse.is_stopped:
                 continue
-            lapse_ns = max(pulse.last_heard_ns + self.silence_ns, self._grace_until_ns)
+            lapse_ns = max(pulse.last_heard_ns + self.silence_ns, self.grace_until_ns)
             if now_ns >= lapse_ns:
                 silent.append(pulse)
                 self._push(pulse, now_ns + self.interval_ns)

@@ -165,8 +165,8 @@ class Inbound:
                     ran_us=message.ran_us,
                     total_us=message.total_us,
                 )
-            case Heartbeat():
-                self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True), now_ns)
+            case Heartbeat(probe):
+                self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe), now_ns)
             case Failed():
                 self._tell(events.BatchFailed(peer, message), now_ns)
             case Ready():

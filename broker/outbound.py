@@ -104,7 +104,7 @@ class Outbound:
                     self.send(peer, credit)
                 case actions.SendReject(peer, reject):
                     self.send(peer, reject)
-                case actions.SendHeartbeat(peer):
+                case actions.SendHeartbeat(peer, _, None):
                     self._send_parts(peer, self._heartbeat)
                 case _:
                     self._carry_out_rare(action)
@@ -151,6 +151,8 @@ class Outbound:
 
     def _carry_out_rare(self, action: actions.Action) -> None:
         match action:
+            case actions.SendHeartbeat(peer, _, probe):
+                self.send(peer, Heartbeat(probe))
             case actions.CancelBatch(peer, batch):
                 self.send(peer, Cancel(batch))
             case actions.WelcomeProducer(peer, credits_count, models):
@@ -167,11 +169,7 @@ class Outbound:
                 else:
                     log.info(name, **values)
             case (
-                actions.PublishOutcome()
-                | actions.SendBatch()
-                | actions.GrantCredit()
-                | actions.SendReject()
-                | actions.SendHeartbeat()
+                actions.PublishOutcome() | actions.SendBatch() | actions.GrantCredit() | actions.SendReject()
             ):
                 raise AssertionError(f"carry_out() owns {type(action).__name__}")
             case _:

@@ -51,6 +51,7 @@ class WorkerLife:
         self._hedges = hedges
         self._dispatcher = dispatcher
         self._recovery = recovery
+        self._last_probe = 0
         self.lost_count = 0
 
     # -- coming -------------------------------------------------------------------------------------
@@ -59,8 +60,8 @@ class WorkerLife:
         known = self._workers.by_peer.get(peer)
         if known is not None:
             if (known.id, known.hello.instance) == (hello.worker, hello.instance):
-                self.hear(known, now_ns, actions)
-                actions.append(SetUpWorker(peer, self._models.specs()))
+                self.hear(known, now_ns)
+                actions.append(SetUpWorker(peer, self._models.specs(), hello.host_key))
                 return
             self.lose(known, "another worker spoke on its connection", now_ns, actions)
         self._workers.pop_claim_of(peer)
@@ -68,11 +69,13 @@ class WorkerLife:
         if holder is None:
             self._add_worker(peer, hello, now_ns, actions)
         elif holder.hello.instance == hello.instance:
-            # The same process on a new connection: it lives, so none of its frames has killed it, and who
-            # claims its id is refused.
-            self.hear(holder, now_ns, actions)
+            # The same process on a new connection: it has outlived the old one, so none of its frames has
+            # killed it. Whether it lives now is asked anew, there, if another process claims its id.
+            claim = self._workers.claims.pop(holder.id, None)
             self.lose(holder, "reconnected", now_ns, actions, is_suspicious=False)
             self._add_worker(peer, hello, now_ns, actions)
+            if claim is not None:
+                self._probe(claim.peer, claim.hello, now_ns, actions)
         else:
             self._claim_id(peer, hello, holder, now_ns, actions)
 
@@ -80,15 +83,25 @@ class WorkerLife:
         self, peer: bytes, hello: WorkerHello, holder: Worker, now_ns: int, actions: list[Action]
     ) -> None:
         claim = self._workers.claims.get(holder.id)
+        if claim is not None and claim.hello.instance == hello.instance:
+            claim.peer = peer  # the same process on a new connection: the probe is under way
+            return
+        if claim is not None:
+            # The newest claim stands: a worker that was killed twice in a row has left one behind. Which of
+            # the two is the living one can't be told, messages of two connections may overtake each other:
+            # so the earlier one is not refused for good.
+            message = f"another process claims worker id {holder.id} too: try again"
+            actions.append(RefusePeer(claim.peer, Code.ID_CLAIMED, message, is_worker=True))
+        self._probe(peer, hello, now_ns, actions)
+
+    def _probe(self, peer: bytes, hello: WorkerHello, now_ns: int, actions: list[Action]) -> None:
+        """Enter a claim and ask the holder whether it lives. Each claim has its own number and time: however
+        many come, a dead holder is lost by its silence at the latest."""
+        self._last_probe += 1
         until_ns = now_ns + int(self._beats.interval_ns * PROBE_INTERVALS)
-        if claim is None:
-            actions.append(SendHeartbeat(holder.peer, is_worker=True))
-        elif claim.hello.instance != hello.instance:
-            # The newest claim stands: a worker that was killed twice in a row has left one behind. The probe
-            # is under way already, and its time is not begun anew, however many come.
-            until_ns = claim.until_ns
-            self._refuse_id(claim.peer, holder, actions)
-        self._workers.claims[holder.id] = Claim(peer, hello, until_ns)
+        self._workers.claims[hello.worker] = Claim(peer, hello, self._last_probe, until_ns)
+        holder = self._workers.by_id[hello.worker]
+        actions.append(SendHeartbeat(holder.peer, is_worker=True, probe=self._last_probe))
 
     def _add_worker(self, peer: bytes, hello: WorkerHello, now_ns: int, actions: list[Action]) -> None:
         if len(self._workers) >= self._max_workers:
@@ -96,7 +109,7 @@ class WorkerLife:
             actions.append(RefusePeer(peer, Code.TOO_MANY_WORKERS, message, is_worker=True))
             return
         self._workers.add(peer, hello, self._beats.start(peer, is_worker=True, now_ns=now_ns))
-        actions.append(SetUpWorker(peer, self._models.specs()))
+        actions.append(SetUpWorker(peer, self._models.specs(), hello.host_key))
         actions.append(
             Report("worker arrived", {"worker": hello.worker, "device": hello.device, "pid": hello.pid})
         )
@@ -106,7 +119,7 @@ class WorkerLife:
         if worker is None:
             self.refuse_unknown(peer, actions, is_worker=True)
             return
-        self.hear(worker, now_ns, actions)
+        self.hear(worker, now_ns)
         fault = find_ready_fault(ready, worker, self._models)
         if fault is not None:
             actions.append(RefusePeer(peer, Code.BAD_READY, fault, is_worker=True))
@@ -143,7 +156,7 @@ class WorkerLife:
         if worker is None:
             self._workers.pop_claim_of(peer)
             return
-        self.hear(worker, now_ns, actions)
+        self.hear(worker, now_ns)
         self._dispatcher.pools.leave(worker)
         worker.state = WorkerState.LEAVING
         actions.append(Report("worker leaving", {"worker": worker.id, "batches": len(worker.in_flight)}))
@@ -205,18 +218,33 @@ class WorkerLife:
 
     # -- life signs ---------------------------------------------------------------------------------
 
-    def hear(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
+    def hear(self, worker: Worker, now_ns: int) -> None:
+        """Any message of a worker: it is not silent. When it was sent nobody knows."""
         worker.pulse.last_heard_ns = now_ns
-        claim = self._workers.claims.pop(worker.id, None)
-        if claim is not None:
-            self._refuse_id(claim.peer, worker, actions)
 
-    def _refuse_id(self, peer: bytes, holder: Worker, actions: list[Action]) -> None:
+    def take_answer(self, worker: Worker, probe: int, actions: list[Action]) -> None:
+        """A worker has repeated the number of a probe: it lived when the claim had come already."""
+        claim = self._workers.claims.get(worker.id)
+        if claim is None or claim.probe != probe:
+            return
+        del self._workers.claims[worker.id]
         message = (
-            f"worker id {holder.id} is in use by another process (pid {holder.hello.pid},"
-            f" {holder.hello.device}): give this one an id of its own"
+            f"worker id {worker.id} is in use by another process (pid {worker.hello.pid},"
+            f" {worker.hello.device}): give this one an id of its own"
         )
-        actions.append(RefusePeer(peer, Code.ID_IN_USE, message, is_worker=True))
+        actions.append(RefusePeer(claim.peer, Code.ID_IN_USE, message, is_worker=True))
+
+    def lose_unanswering(self, now_ns: int, actions: list[Action]) -> None:
+        """Give the ids of those that have not answered their probe in time to who claims them."""
+        if now_ns < self._beats.grace_until_ns:
+            return
+        for claim in [claim for claim in self._workers.claims.values() if claim.until_ns <= now_ns]:
+            self.lose(self._workers.by_id[claim.hello.worker], "silent when probed", now_ns, actions)
+
+    def next_ns(self) -> int | None:
+        """Return when lose_unanswering() has something to do, None when no id is claimed."""
+        until_ns = self._workers.next_claim_ns()
+        return None if until_ns is None else max(until_ns, self._beats.grace_until_ns)
 
     def refuse_unknown(self, peer: bytes, actions: list[Action], *, is_worker: bool) -> None:
         message = "this connection has not introduced itself, or was taken for dead: say hello again"

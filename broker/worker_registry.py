@@ -3,9 +3,10 @@
 Not here: which of them gets a batch (dispatch.py), what becomes of the frames of a lost one (core.py).
 
 An id belongs to one process. When another process claims an id that is taken, the holder is probed with a
-heartbeat (the claim waits meanwhile): heard from, the claim is refused; unreachable or silent, the holder
-is lost and the claim stands. So a worker that was killed and started again under its id is served within
-one heartbeat, and a second worker with a copied configuration never disturbs the first.
+numbered heartbeat (the claim waits meanwhile): it repeats the number, the claim is refused; unreachable or
+silent, the holder is lost and the claim stands. Only the number counts: any other message of the holder may
+have been under way since before it was killed. So a worker that was killed and started again under its id is
+served within one heartbeat, and a second worker with a copied configuration never disturbs the first.
 """
 
 from __future__ import annotations
@@ -78,10 +79,11 @@ class Worker:
 
 @dataclass(slots=True)
 class Claim:
-    """A process that wants an id which another one holds, until the holder has answered or not."""
+    """A process that wants an id which another one holds, until the holder has answered ``probe`` or not."""
 
     peer: bytes
     hello: WorkerHello
+    probe: int
     until_ns: int
 
 

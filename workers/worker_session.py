@@ -207,8 +207,10 @@ class WorkerSession:
                 if batch in self.in_flight:
                     self._cancelled.add(batch)
                     out.append(ev.DropBatch(batch))
-            case Heartbeat():
-                self._answer_heartbeat(now_ns, out)
+            case Heartbeat(probe):
+                if probe is not None and self.state in KNOWN:
+                    # The broker asks whether we live, and waits little more than one interval.
+                    self._send(message, now_ns, out)
             case Refused(code, reason):
                 self._take_refusal(code, reason, now_ns, out)
             case Endpoints():
@@ -306,7 +308,7 @@ class WorkerSession:
             case Code.WORKER_STUCK:
                 # Its frames are with others by now. What hangs can't be ended from inside: a new process can.
                 self._exit(ExitCode.DEVICE_LOST, f"told off by the broker: {reason}", out)
-            case Code.TOO_MANY_WORKERS | Code.DRAINING:
+            case Code.TOO_MANY_WORKERS | Code.DRAINING | Code.ID_CLAIMED:
                 if self.state is State.HELLO:
                     self._lose_link(f"{code}: {reason}", now_ns, out)
             case _:
@@ -426,17 +428,6 @@ class WorkerSession:
         self._sent_ns = now_ns
         self._heartbeat_due_ns = now_ns + self._heartbeat_ns
         out.append(ev.Send(message))
-
-    def _answer_heartbeat(self, now_ns: int, out: list[Action]) -> None:
-        """The broker may be asking whether we live, and gives us one interval to answer. Half of it at
-        most passes; two peers that answer each other's heartbeats still send only two an interval."""
-        if self.state not in KNOWN:
-            return
-        half_ns = self._heartbeat_ns // 2
-        if now_ns - self._sent_ns >= half_ns:
-            self._send(Heartbeat(), now_ns, out)
-        else:
-            self._heartbeat_due_ns = min(self._heartbeat_due_ns, self._sent_ns + half_ns)
 
     def _silent_at_ns(self) -> int:
         return max(self._heard_ns + HEARTBEATS_MISSED * self._heartbeat_ns, self._patient_until_ns)

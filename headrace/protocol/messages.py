@@ -139,7 +139,12 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Alive, never "ready". Any other message counts as one."""
+    """Alive, never "ready". Any other message counts as one.
+
+    The broker puts a number into ``probe`` to ask a worker whether it lives *now*; the worker repeats it at
+    once. Nothing else proves that: any other message may have been sent by a process that has died since."""
+
+    probe: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,11 +190,13 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A producer introduces itself. ``epoch`` names this run of the producer."""
+    """A producer introduces itself. ``epoch`` names this run of the producer. ``arena``: its shared memory,
+    named where ``host_key`` is the broker's."""
 
     epoch: int
     name: str = ""
     host_key: str = ""
+    arena: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +223,7 @@ class Welcome:
     limits: Limits
     models: tuple[ModelSpec, ...]  # files left out
     endpoints: Endpoints
-    is_shm_possible: bool = False
+    is_shm_possible: bool = False  # frames may lie in the arena that Hello named
 
 
 @per_frame(frozen=True, slots=True)

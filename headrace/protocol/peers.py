@@ -258,12 +258,12 @@ _read_models: Final = array_of(_MODEL.reader(), MAX_MODELS)
 
 #: Wire type -> schema of every message without payload parts (REPLY may carry some; see ``codec``).
 SCHEMAS: Final[dict[str, Schema[Any]]] = {
-    "heartbeat": Schema(m.Heartbeat, {}),
+    "heartbeat": Schema(m.Heartbeat, {"probe": optional(u64)}),
     "goodbye": Schema(m.Goodbye, {"reason": long_text}),
     "refused": Schema(m.Refused, {"code": required_name, "message": long_text}),
     "discover": Schema(m.Discover, {}),
     "endpoints": _ENDPOINTS,
-    "hello": Schema(m.Hello, {"epoch": u64, "name": name_text, "host_key": name_text}),
+    "hello": Schema(m.Hello, {"epoch": u64, "name": name_text, "host_key": name_text, "arena": name_text}),
     "welcome": Schema(
         m.Welcome,
         {

@@ -188,9 +188,12 @@ class World:
     def time(self) -> None:
         """Time passes; most workers are heard from."""
         ms = self.rng.choice((1, 5, 20, 200, 1_500))
+        workers = self.driver.core.workers
         for peer in list(self.held):
             if self.rng.random() < 0.9:
-                self.driver.send(events.PeerHeard(peer, is_heartbeat=True))
+                claim = workers.claims.get(workers.by_peer[peer].id) if peer in workers.by_peer else None
+                probe = claim.probe if claim is not None and self.rng.random() < 0.7 else None
+                self.driver.send(events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe))
         if ms >= 200:
             # What is older than this is not sent again: an idle stream may be forgotten.
             self.sent.clear()

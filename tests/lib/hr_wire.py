@@ -187,6 +187,7 @@ SAMPLES: dict[str, Message] = {
     "frame inputs": Frames((INPUTS_FRAME,)),
     "frame bundle": Frames((raw_frame(), SHM_FRAME, JPEG_FRAME)),
     "heartbeat": Heartbeat(),
+    "heartbeat probe": Heartbeat(7),
     "goodbye": Goodbye("done"),
     "refused": Refused("unknown_peer", "say hello first"),
     "discover": Discover(),

@@ -223,8 +223,12 @@ class CoreMachine(RuleBasedStateMachine):
         """Time passes; who lives is heard from, or not."""
         self.now_ns += ms * MS
         if is_heard:
-            for peer in (*self.core.workers.by_peer, *self.core.producers.by_peer):
-                self.tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=peer[:1] == b"w"))
+            for peer, worker in list(self.core.workers.by_peer.items()):
+                claim = self.core.workers.claims.get(worker.id)
+                probe = None if claim is None else claim.probe
+                self.tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe))
+            for peer in list(self.core.producers.by_peer):
+                self.tell(events.PeerHeard(peer, is_heartbeat=True))
         self.tell(events.Tick())
 
     @invariant()

@@ -210,8 +210,8 @@ class BrokerNode(Node):
         match message:
             case Done():
                 self._tell(events.BatchDone(peer, message), now_ns)
-            case Heartbeat():
-                self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True), now_ns)
+            case Heartbeat(probe):
+                self._tell(events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe), now_ns)
             case Failed():
                 self._tell(events.BatchFailed(peer, message), now_ns)
             case Ready():
@@ -272,8 +272,8 @@ class BrokerNode(Node):
                 self._send(peer, credit)
             case act.SendReject(peer, reject):
                 self._send(peer, reject)
-            case act.SendHeartbeat(peer):
-                self._send(peer, Heartbeat())
+            case act.SendHeartbeat(peer, _, probe):
+                self._send(peer, Heartbeat(probe))
             case act.WelcomeProducer(peer, credits_count, models):
                 welcome = Welcome(
                     self.boot,

@@ -544,6 +544,14 @@ class TestBatchEnds:
         assert driver.core.streams.by_name["cam-1"].order[0].lost_with == 0
 
 
+READY = Ready("w1", 1, 2, (hr.profile(hr.make_spec()),))
+
+
+def answer_probe(driver: hr.CoreDriver, peer: bytes, probe: int) -> list[act.Action]:
+    """A worker repeats the number of a probe."""
+    return driver.send(events.PeerHeard(peer, is_heartbeat=True, is_worker=True, probe=probe))
+
+
 class TestIds:
     """Worker ids."""
 
@@ -554,9 +562,9 @@ class TestIds:
 
         claim = driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
         waiting = driver.send(events.PeerHeard(b"w2", is_heartbeat=True, is_worker=True))
-        answer = driver.send(events.PeerHeard(b"w1", is_heartbeat=True, is_worker=True))
+        answer = answer_probe(driver, b"w1", 1)
 
-        assert claim == [act.SendHeartbeat(b"w1", is_worker=True)]
+        assert claim == [act.SendHeartbeat(b"w1", is_worker=True, probe=1)]
         assert waiting == []
         assert refusals(answer) == [(b"w2", "id_in_use", True)]
         assert "pid 1" in hr.only(answer, act.RefusePeer)[0].message
@@ -590,25 +598,86 @@ class TestIds:
         assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w2"]
         assert list(driver.core.workers.by_peer) == [b"w2"]
 
+    @pytest.mark.parametrize("kind", ["heartbeat", "done", "wrong number", "unreadable", "ready"])
+    def test_only_the_number_of_the_probe_proves_life(self, driver: hr.CoreDriver, kind: str) -> None:
+        """The holder was killed and its last words are read after the claim: they keep the id for nobody."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+        driver.push(hr.frame(seq=0))
+        sent = hr.batches(driver.tick())[0]
+        driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
+
+        match kind:
+            case "heartbeat":
+                driver.send(events.PeerHeard(b"w1", is_heartbeat=True, is_worker=True))
+            case "done":
+                driver.done(sent)
+            case "wrong number":
+                answer_probe(driver, b"w1", 2)
+            case "unreadable":
+                driver.send(events.PeerMisbehaved(b"w1", "unexpected_type"))
+            case _:
+                driver.send(events.WorkerReady(b"w1", replace(READY, worker="w")))
+        actions = driver.wait(1_250)
+
+        assert refusals(driver.actions) == []
+        assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w2"]
+
+    def test_number_that_nobody_asked_for_is_a_heartbeat(self, driver: hr.CoreDriver) -> None:
+        """An answer that comes late, when the claim has gone, or from the claimant itself."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+
+        assert answer_probe(driver, b"w1", 1) == []
+        driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
+        assert answer_probe(driver, b"w2", 1) == []
+
     def test_newest_claim_stands(self, driver: hr.CoreDriver) -> None:
-        """A worker killed twice within one probe is served: its second life's claim gives way to the third's.
-        The claimant's own reconnect keeps its claim, and the probe's time is not begun anew."""
+        """A worker killed twice within one probe is served: its second life's claim gives way to the third's,
+        for which the holder is asked anew. Which of the two lives nobody knows: none is refused for good."""
         driver.join_worker(b"w1", worker="w", instance=1)
         driver.tick()
         driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
         driver.wait(1_000)
 
         third = driver.send(events.WorkerArrived(b"w3", hr.hello("w", 3)))
-        actions = driver.wait(250)
+        late = answer_probe(driver, b"w1", 1)
+        actions = driver.wait(1_250)
 
-        assert refusals(third) == [(b"w2", "id_in_use", True)]
+        assert refusals(third) == [(b"w2", "id_claimed", True)]
+        assert hr.only(third, act.SendHeartbeat) == [act.SendHeartbeat(b"w1", is_worker=True, probe=2)]
+        assert late == []
         assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w3"]
+
+    def test_claims_that_keep_coming_do_not_keep_a_dead_holder(self, driver: hr.CoreDriver) -> None:
+        """Each is given its own time, and the holder's silence ends them all."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+        driver.tick()
+
+        for number in range(4):
+            driver.send(events.WorkerArrived(b"c%d" % number, hr.hello("w", 2 + number)))
+            driver.wait(1_000)
+
+        assert list(driver.core.workers.by_peer) == [b"c2"]
+        assert list(driver.core.workers.claims) == ["w"]
+
+    def test_broker_that_slept_lets_the_holder_answer(self, driver: hr.CoreDriver) -> None:
+        """The probe's time was over while the broker was suspended: the answer may be on its way."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+        driver.tick()
+        driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
+        driver.now_ns += 60_000 * hr.MS
+
+        slept = driver.tick()
+        answer = answer_probe(driver, b"w1", 1)
+
+        assert reports(slept) == []
+        assert refusals(answer) == [(b"w2", "id_in_use", True)]
 
     def test_claimant_that_reconnects_keeps_its_claim(self, driver: hr.CoreDriver) -> None:
         """It is the same process on a new connection."""
         driver.join_worker(b"w1", worker="w", instance=1)
         driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
 
+        driver.wait(1_000)
         again = driver.send(events.WorkerArrived(b"w3", hr.hello("w", 2)))
         actions = driver.send(events.PeerUnreachable(b"w1"))
 
@@ -630,15 +699,32 @@ class TestIds:
 
         assert hr.only(actions, act.SetUpWorker) == []
 
-    def test_holder_that_reconnects_refuses_the_claim(self, driver: hr.CoreDriver) -> None:
-        """The holder was not dead but on its way to a new connection."""
+    def test_holder_that_reconnects_is_probed_there(self, driver: hr.CoreDriver) -> None:
+        """The holder was on its way to a new connection. Its hello too may be older than its death."""
         driver.join_worker(b"w1", worker="w", instance=1)
         driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
 
-        actions = driver.send(events.WorkerArrived(b"w1b", hr.hello("w", 1)))
+        moved = driver.send(events.WorkerArrived(b"w1b", hr.hello("w", 1)))
+        answer = answer_probe(driver, b"w1b", 2)
 
-        assert refusals(actions) == [(b"w2", "id_in_use", True)]
+        assert [type(one) for one in moved if not isinstance(one, act.Report)] == [
+            act.SetUpWorker,
+            act.SendHeartbeat,
+        ]
+        assert hr.only(moved, act.SendHeartbeat) == [act.SendHeartbeat(b"w1b", is_worker=True, probe=2)]
+        assert refusals(answer) == [(b"w2", "id_in_use", True)]
         assert list(driver.core.workers.by_peer) == [b"w1b"]
+
+    def test_holder_that_reconnects_and_dies_loses_its_id(self, driver: hr.CoreDriver) -> None:
+        """Its hello was read late: nobody answers on the new connection."""
+        driver.join_worker(b"w1", worker="w", instance=1)
+        driver.send(events.WorkerArrived(b"w2", hr.hello("w", 2)))
+        driver.send(events.WorkerArrived(b"w1b", hr.hello("w", 1)))
+
+        actions = driver.wait(1_250)
+
+        assert refusals(driver.actions) == []
+        assert [one.peer for one in hr.only(actions, act.SetUpWorker)] == [b"w2"]
 
     def test_repeated_hello_is_answered_again(self, driver: hr.CoreDriver) -> None:
         """Its Setup was slow; nothing changes."""

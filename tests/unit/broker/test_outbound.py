@@ -220,6 +220,7 @@ def test_each_action_reaches_its_socket(world: World) -> None:
                 actions.SendBatch(b"wp", Batch(5, "m", "1", "c", FRAMES)),
                 actions.CancelBatch(b"wp", 5),
                 actions.SendHeartbeat(b"wp", is_worker=True),
+                actions.SendHeartbeat(b"wp", is_worker=True, probe=3),
                 actions.RefusePeer(b"wp", "id_in_use", "why"),
                 actions.Report("worker lost", {"worker": "w"}),
                 actions.Report("batch failed", {"code": "x"}),
@@ -227,13 +228,13 @@ def test_each_action_reaches_its_socket(world: World) -> None:
         )
 
     welcome, *to_producer = world.received(world.producer, 3)
-    setup, *to_worker = world.received(world.worker, 5)
+    setup, *to_worker = world.received(world.worker, 6)
     assert isinstance(welcome, Welcome)
     assert (welcome.credits, welcome.endpoints, welcome.models) == (8, ENDPOINTS, (ModelSpec("m", "1"),))
     assert isinstance(setup, Setup)
     assert setup.models == (model,)
     assert to_producer == [Reject("code", "why"), Heartbeat()]
-    assert to_worker[1:] == [Cancel(5), Heartbeat(), Refused("id_in_use", "why")]
+    assert to_worker[1:] == [Cancel(5), Heartbeat(), Heartbeat(3), Refused("id_in_use", "why")]
     assert [(line["log_level"], line["event"]) for line in logs] == [
         ("info", "worker lost"),
         ("warning", "batch failed"),

@@ -371,15 +371,31 @@ def test_a_heartbeat_is_sent_when_nothing_else_was_for_an_interval() -> None:
     assert world.wait(1) == [ev.Send(Heartbeat())]
 
 
-def test_a_heartbeat_of_the_broker_is_answered_within_half_an_interval() -> None:
-    """It may be a probe. At once when nothing was sent lately, else soon; two a interval at most."""
+def test_a_probe_is_answered_at_once_with_its_number() -> None:
+    """ZMQ-07: also right after another message; and its answer counts as a heartbeat. A plain one is not
+    answered."""
     world = World().serving()
     world.wait(60)
-    assert world.receive(Heartbeat()) == [ev.Send(Heartbeat())]
 
     assert world.receive(Heartbeat()) == []
-    assert world.session.next_wakeup_ns() == world.now_ns + 50 * MS
-    assert world.wait(50) == [ev.Send(Heartbeat())]
+    assert world.receive(Heartbeat(7)) == [ev.Send(Heartbeat(7))]
+    assert world.receive(Heartbeat(8)) == [ev.Send(Heartbeat(8))]
+    assert world.wait(99) == []
+
+
+def test_a_probe_before_the_set_up_is_not_for_this_worker() -> None:
+    """The broker probes workers that it knows."""
+    assert World().hello().receive(Heartbeat(7)) == []
+
+
+def test_a_claim_that_another_one_overtook_is_made_again() -> None:
+    """Two processes claim one id: the one that lives comes back, after a moment and on a new connection."""
+    world = World().hello()
+
+    actions = world.receive(Refused(Code.ID_CLAIMED, "another process claims worker id w1 too"))
+
+    assert acts(actions) == [ev.Disconnect()]
+    assert world.session.state is State.WAITING
 
 
 # -- leaving ------------------------------------------------------------------------------------------
