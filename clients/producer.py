@@ -20,7 +20,7 @@ from typing import Self
 
 from headrace import addresses
 from headrace.clients import arrays
-from headrace.clients.drafts import Draft, draft
+from headrace.clients.drafts import Draft, Drafts
 from headrace.clients.producer_loop import ProducerLoop, Progress, Situation
 from headrace.clients.producer_session import ProducerSession
 from headrace.clients.records import FrameId, ProducerAccount
@@ -34,6 +34,7 @@ from headrace.errors import (
     RequestTimeoutError,
     UnreachableError,
 )
+from headrace.forks import forks
 from headrace.protocol.messages import Color, Encoding, Frame, Keep, Limits, ModelSpec, Reject
 
 _log = logging.getLogger("headrace.clients.producer")
@@ -89,6 +90,8 @@ class Producer:
         self._on_reject = on_reject
         self._on_finished = on_finished
         self._pid = os.getpid()
+        self._forks_count = forks.value
+        self._drafts = Drafts()
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
         self._next_seq: dict[str, int] = {}
@@ -148,15 +151,16 @@ class Producer:
         ForkedError.
         """
         self._check_usable()
-        drafted = draft(
-            image, self.limits, stream=stream, model=model, color=color, priority=priority, ttl_ms=ttl_ms,
-            keep=keep, pts_ns=pts_ns, meta=meta, encoding=encoding,
+        drafted = self._drafts.draft(
+            image, self._progress.situation.limits, stream=stream, model=model, color=color,
+            priority=priority, ttl_ms=ttl_ms, keep=keep, pts_ns=pts_ns, meta=meta, encoding=encoding,
         )  # fmt: skip
-        self._reserve(drafted.nbytes, timeout)
+        nbytes = drafted.form.nbytes
+        self._reserve(nbytes, timeout)
         try:
             return self._submit(drafted, seq)
         except BaseException:
-            self._release(drafted.nbytes)
+            self._release(nbytes)
             raise
 
     def flush(self, timeout: float | None = None) -> ProducerAccount:
@@ -219,7 +223,7 @@ class Producer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if os.getpid() != self._pid:
+        if forks.value != self._forks_count:
             return  # a forked child leaves the block: the parent's frames are not its concern
         if error is None:
             self.close()
@@ -323,14 +327,16 @@ class Producer:
     # -- pushing, step by step -----------------------------------------------------------------------
 
     def _reserve(self, nbytes: int, timeout: float | None) -> None:
-        if timeout is None and threading.current_thread() is self._loop.thread:
+        if timeout is None and threading.get_ident() == self._loop.thread.ident:
             timeout = 0.0  # waiting in the thread that makes room would be for ever
         if nbytes > self._max_bytes:
             raise InvalidFrameError(
                 Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {self._max_bytes}"
             )
         with self._changed:
-            if not self._changed.wait_for(lambda: self._has_room(nbytes) or self._is_closing, timeout):
+            if not self._has_room(nbytes) and not self._changed.wait_for(
+                lambda: self._has_room(nbytes) or self._is_closing, timeout
+            ):
                 raise RequestTimeoutError(
                     f"no room for a frame of {nbytes} bytes within {timeout:g} s: {self._held_count} of"
                     f" {self._max_frames} frames and {self._held_bytes} of {self._max_bytes} bytes are"
@@ -343,14 +349,15 @@ class Producer:
             self._held_bytes += nbytes
 
     def _submit(self, drafted: Draft, seq: int | None) -> FrameId:
-        payload = snapshot(drafted.prepared.data)
+        payload = snapshot(drafted.data)
         with self._changed:
-            number = self._take_seq(drafted.stream, seq)
+            stream = drafted.words.stream
+            number = self._take_seq(stream, seq)
             self._sent_count += 1
-            self._tickets[drafted.stream, number] = self._sent_count
+            self._tickets[stream, number] = self._sent_count
             # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
             self._loop.submit(drafted.frame(payload, self.epoch, number), drafted.header_bytes)
-        return FrameId(drafted.stream, self.epoch, number)
+        return FrameId(stream, self.epoch, number)
 
     def _has_room(self, nbytes: int) -> bool:
         return self._failure is not None or (
@@ -426,7 +433,7 @@ class Producer:
         self._check_failure()
 
     def _check_fork(self) -> None:
-        if os.getpid() != self._pid:
+        if forks.value != self._forks_count:
             raise ForkedError(
                 f"the producer for {self.address} was made in process {self._pid} and is used in its fork"
                 f" {os.getpid()}; make a new one there"
@@ -438,7 +445,7 @@ class Producer:
 
     def _close_at_exit(self) -> None:
         """The last chance of a producer that nobody closed: what is lost is at least said."""
-        if os.getpid() != self._pid:
+        if forks.value != self._forks_count:
             return
         try:
             self.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -74,10 +75,12 @@ class ProducerLoop:
         self._session = session
         self._report = report
         self._fail = fail
-        self._inbox: list[tuple[Frame, int]] = []
-        self._inbox_lock = threading.Lock()
+        # Appending and taking from the left are atomic; who orders the appends is the caller.
+        self._inbox: deque[tuple[Frame, int]] = deque()
+        self._is_asleep = False
         self._is_stopping = threading.Event()
         self._waker = Waker()
+        self._waker_ready = (self._waker.fileno(), zmq.POLLIN)
         self._context: Context = zmq.Context()
         self._poller = zmq.Poller()
         self._link: Link | None = None
@@ -86,10 +89,10 @@ class ProducerLoop:
 
     def submit(self, frame: Frame, header_bytes: int) -> None:
         """Hand a frame over. The caller orders its calls for one stream by seq."""
-        with self._inbox_lock:
-            self._inbox.append((frame, header_bytes))
-            is_first = len(self._inbox) == 1
-        if is_first:
+        self._inbox.append((frame, header_bytes))
+        # The loop looks into the inbox after it has said that it sleeps, so one of the two sees the other.
+        if self._is_asleep:
+            self._is_asleep = False
             self._waker.wake()
 
     def stop(self, timeout_s: float) -> bool:
@@ -118,8 +121,11 @@ class ProducerLoop:
             self._waker.close()
 
     def _turn(self) -> None:
-        self._poller.poll(self._poll_ms())
-        self._waker.drain()
+        self._is_asleep = True
+        ready = self._poller.poll(0 if self._inbox else self._poll_ms())
+        self._is_asleep = False
+        if self._waker_ready in ready:
+            self._waker.drain()
         now_ns = time.monotonic_ns()
         finished: list[ps.Finished] = []
         for event in self._events():
@@ -142,9 +148,10 @@ class ProducerLoop:
             if link.is_lost():
                 self._close_link()
                 events.append(ps.Disconnected(f"the connection to {link.endpoint} was lost"))
-        with self._inbox_lock:
-            pushed, self._inbox = self._inbox, []
-        if pushed:
+        inbox = self._inbox
+        if inbox:
+            # What is pushed meanwhile is for the next turn.
+            pushed = [inbox.popleft() for _ in range(len(inbox))]
             frames, header_bytes = zip(*pushed, strict=True)
             events.append(ps.FramesPushed(frames, header_bytes))
         return events
