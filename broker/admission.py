@@ -259,6 +259,8 @@ class Admission:
         if self.is_draining:
             return Refusal(Code.DRAINING, "the broker is stopping: it admits nothing more")
         refusal = self._check_sender(arrival, frame, history)
+        if refusal is None and isinstance(frame.payload, ShmRef):
+            refusal = _check_slot(arrival.session, frame.payload)
         if refusal is not None:
             return refusal
         place = self._find_place(frame)
@@ -314,8 +316,6 @@ class Admission:
         largest = min(limits.max_frame_bytes, self._room.max_bytes(frame.priority))
         if frame.nbytes > largest:
             return Refusal(Code.FRAME_TOO_LARGE, f"{frame.nbytes} bytes: the limit is {largest}")
-        if isinstance(frame.payload, ShmRef):
-            return Refusal(Code.LANE_UNAVAILABLE, "shared memory is not available here: send inline")
         model = self._models.find(frame.model)
         if model is None:
             return Refusal(
@@ -410,6 +410,24 @@ class Admission:
         stream.owner_epoch = arrival.epoch
         if session is not None:
             session.streams[stream.name] = None
+
+
+def _check_slot(session: ProducerSession | None, ref: ShmRef) -> Refusal | None:
+    """Check that a payload lies in the sender's own arena. Whether the slot is still the frame's is seen by
+    whoever copies it: until then it may be freed at any time."""
+    if session is None or not session.arena or ref.arena != session.arena:
+        return Refusal(
+            Code.LANE_UNAVAILABLE,
+            f"arena {ref.arena} is not one that this producer named in HELLO and that can be read here:"
+            " send inline",
+        )
+    if ref.offset + ref.nbytes > session.arena_bytes:
+        return Refusal(
+            Code.OUT_OF_RANGE,
+            f"offset {ref.offset} and nbytes {ref.nbytes} end outside of the arena, which has"
+            f" {session.arena_bytes} bytes",
+        )
+    return None
 
 
 def _reject_of(name: str, epoch: int, seq: int, refusal: Refusal) -> Reject:

@@ -26,6 +26,16 @@ class JournalCounts:
 
 
 @dataclass(slots=True)
+class ArenaCounts:
+    """The producers' shared memory: arenas open now, orphans removed in this run, payloads that were read for
+    workers of other hosts."""
+
+    open_count: int = 0
+    reclaimed_count: int = 0
+    inlined_count: int = 0
+
+
+@dataclass(slots=True)
 class Counters:
     """Monotonic counts, but for ``subscription_count``, which goes down as well."""
 
@@ -43,6 +53,7 @@ class Counters:
     disconnected_count: dict[str, int] = field(default_factory=dict)
     handshake_failed_count: dict[str, int] = field(default_factory=dict)
     journal: JournalCounts | None = None  # None without a journal
+    arenas: ArenaCounts = field(default_factory=ArenaCounts)
 
 
 def count(table: dict[str, int], key: str, amount: int = 1) -> None:

@@ -12,6 +12,7 @@ import structlog
 import zmq
 
 from headrace.broker import events
+from headrace.broker.arenas import Arenas
 from headrace.broker.control import Control
 from headrace.broker.counters import Counters, count
 from headrace.broker.outbound import PREFIXES, Outbound
@@ -71,6 +72,7 @@ class Inbound:
         limits: Limits,
         counters: Counters,
         tell: Callable[[events.Event, int], None],
+        arenas: Arenas | None = None,
     ) -> None:
         self._sockets = sockets
         self._outbound = outbound
@@ -79,6 +81,7 @@ class Inbound:
         self._limits = limits
         self._counters = counters
         self._tell = tell
+        self._arenas = arenas or Arenas(None, "")
         # Bound once: the level is checked without making a logger for each batch.
         self._log = log.bind()
         self._takers: dict[Role, Callable[[bytes, Message, int], None]] = {
@@ -146,7 +149,7 @@ class Inbound:
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
             case Hello():
-                self._tell(events.ProducerArrived(peer, message), now_ns)
+                self._tell(events.ProducerArrived(peer, message, self._arenas.open(message)), now_ns)
             case Goodbye():
                 self._outbound.forget(peer)
                 self._tell(events.ProducerLeft(peer), now_ns)

@@ -14,6 +14,7 @@ import structlog
 import zmq
 
 from headrace.broker import actions
+from headrace.broker.arenas import Arenas
 from headrace.broker.counters import Counters, count
 from headrace.broker.sockets import Role, Socket, send
 from headrace.errors import Code, RemoteError
@@ -63,6 +64,7 @@ class Outbound:
         limits: Limits,
         heartbeat_ms: int,
         counters: Counters,
+        arenas: Arenas | None = None,
     ) -> None:
         self._sockets = {prefix: sockets[role] for prefix, role in _ROLES.items()}
         self._results = sockets[Role.RESULTS]
@@ -70,6 +72,8 @@ class Outbound:
         self._limits = limits
         self._heartbeat_ms = heartbeat_ms
         self._counters = counters
+        self._arenas = arenas or Arenas(None, "")
+        self._remote: dict[bytes, None] = {}  # workers that can't read the producers' arenas
         self._heartbeat = codec.encode(Heartbeat())
         self._greeted: dict[bytes, None] = {}  # peers that are told when the broker stops
         #: Peers that could not be sent to, each with the batches whose own send failed.
@@ -98,6 +102,8 @@ class Outbound:
                         for start in range(0, len(outcomes), MAX_BUNDLE):
                             self._publish(outcomes[start : start + MAX_BUNDLE])
                 case actions.SendBatch(peer, batch):
+                    if peer in self._remote:
+                        batch = self._arenas.with_payloads(batch)
                     if not self.send(peer, batch):
                         self.unreachable[peer].append(batch.batch)
                 case actions.GrantCredit(peer, credit):
@@ -148,6 +154,7 @@ class Outbound:
     def forget(self, peer: bytes) -> None:
         """Forget a peer that left."""
         self._greeted.pop(peer, None)
+        self._remote.pop(peer, None)
 
     def _carry_out_rare(self, action: actions.Action) -> None:
         match action:
@@ -155,12 +162,14 @@ class Outbound:
                 self.send(peer, Heartbeat(probe))
             case actions.CancelBatch(peer, batch):
                 self.send(peer, Cancel(batch))
-            case actions.WelcomeProducer(peer, credits_count, models):
-                self._greet(peer, self._welcome(credits_count, models))
-            case actions.SetUpWorker(peer, models):
+            case actions.WelcomeProducer(peer, credits_count, models, is_shm_possible):
+                self._greet(peer, self._welcome(credits_count, models, is_shm_possible))
+            case actions.SetUpWorker(peer, models, host_key):
+                if not self._arenas.is_here(host_key):
+                    self._remote[peer] = None
                 self._greet(peer, self._setup(models))
             case actions.RefusePeer(peer, code, message):
-                self._greeted.pop(peer, None)
+                self.forget(peer)
                 self.send(peer, Refused(code, message))
             case actions.Report(name, values):
                 count(self._counters.reports, name)
@@ -179,7 +188,7 @@ class Outbound:
         if self.send(peer, message):
             self._greeted[peer] = None
 
-    def _welcome(self, credits_count: int, models: tuple[ModelSpec, ...]) -> Welcome:
+    def _welcome(self, credits_count: int, models: tuple[ModelSpec, ...], is_shm_possible: bool) -> Welcome:
         return Welcome(
             boot=self._endpoints.boot,
             credits=credits_count,
@@ -187,6 +196,7 @@ class Outbound:
             limits=self._limits,
             models=tuple(replace(model, files=()) for model in models),
             endpoints=self._endpoints,
+            is_shm_possible=is_shm_possible,
         )
 
     def _setup(self, models: tuple[ModelSpec, ...]) -> Setup:
@@ -232,7 +242,7 @@ class Outbound:
             if error.errno not in {errno.EAGAIN, errno.EHOSTUNREACH}:
                 raise
             self._counters.unreachable_count += 1
-            self._greeted.pop(peer, None)
+            self.forget(peer)
             self.unreachable.setdefault(peer, [])
             return False
         return True

@@ -20,6 +20,7 @@ import structlog
 
 from headrace import __version__, logs
 from headrace.addresses import bracketed
+from headrace.broker.arenas import Arenas
 from headrace.broker.binding import bind_sockets, is_exposed, refuse_exposed, resolve_hosts
 from headrace.broker.core import BrokerCore
 from headrace.broker.http import HttpServer, health
@@ -52,7 +53,10 @@ class Broker:
             store = stack.enter_context(ModelStore.open(settings.local_models))
             core_settings = store.with_files(settings.core)
             boot = secrets.randbits(64)
-            core = BrokerCore(core_settings, boot)
+            key = host_key(settings.shm_folder)
+            arenas = Arenas(settings.shm_folder, key)
+            stack.callback(arenas.close)
+            core = BrokerCore(core_settings, boot, arenas.read)
             journal = _open_journal(settings, core)
             if journal is not None:
                 stack.enter_context(journal)
@@ -64,9 +68,9 @@ class Broker:
                 boot=boot,
                 **{role.value: bound.addresses[role] for role in Role},
                 http=_http_address(settings, http),
-                host_key=host_key(),
+                host_key=key,
             )
-            self._shell = Shell(settings, core, bound, store, self.endpoints, __version__, journal)
+            self._shell = Shell(settings, core, bound, store, self.endpoints, __version__, journal, arenas)
             stack.callback(self._shell.close)
             if http is not None:
                 http.serve(_pages(self._shell))

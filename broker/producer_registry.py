@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from headrace.broker.actions import Action, GrantCredit
 from headrace.broker.heartbeats import Pulse
 from headrace.broker.records import FrameRecord
-from headrace.protocol.messages import Credit, Status
+from headrace.protocol.messages import Credit, Hello, Status
 
 
 @dataclass(slots=True, eq=False)
@@ -25,12 +25,19 @@ class ProducerSession:
     epoch: int
     name: str
     pulse: Pulse
+    arena: str = ""  # the arena that its frames may lie in
+    arena_bytes: int = 0  # 0: there is none
     received: int = 0
     finished: int = 0
     taken_over_count: int = 0  # unfinished frames of an earlier session that it sent again
     by_status: dict[str, int] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)  # stream -> released seq, since the last Credit
     streams: dict[str, None] = field(default_factory=dict)  # owned, in the order of taking
+
+    def use_arena(self, arena: str, arena_bytes: int) -> None:
+        """Take note of the producer's arena; ``arena_bytes`` 0: it can't be read here."""
+        self.arena = arena if arena_bytes else ""
+        self.arena_bytes = arena_bytes
 
 
 class ProducerRegistry:
@@ -45,10 +52,12 @@ class ProducerRegistry:
     def __len__(self) -> int:
         return len(self.by_peer)
 
-    def open(self, peer: bytes, epoch: int, name: str, pulse: Pulse) -> ProducerSession:
+    def open(self, peer: bytes, hello: Hello, pulse: Pulse, arena_bytes: int = 0) -> ProducerSession:
         """Begin a session. The connection and the epoch must have none."""
         self._last_number += 1
-        session = ProducerSession(self._last_number, peer, epoch, name, pulse)
+        epoch = hello.epoch
+        session = ProducerSession(self._last_number, peer, epoch, hello.name, pulse)
+        session.use_arena(hello.arena, arena_bytes)
         self.by_peer[peer] = session
         self.by_epoch[epoch] = session
         return session

@@ -11,15 +11,20 @@ all else that the broker does with it, and raw frames of one camera all have the
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from typing import TypeAlias
 
 from headrace.broker.records import FrameRecord
-from headrace.protocol.messages import Frame, Payload, ShmRef
+from headrace.protocol.messages import Buffer, Frame, Payload, ShmRef
 
 #: Bytes of a digest: with 16, two different payloads are not mistaken for each other by accident.
 _DIGEST_BYTES = 16
 
 #: Bytes sampled at the beginning, in the middle and at the end: there frames of one camera differ by noise.
 _SAMPLE_BYTES = 64
+
+#: Returns the bytes of a payload in shared memory, None when they are gone.
+ReadSlot: TypeAlias = Callable[[ShmRef], "Buffer | None"]
 
 _Key = tuple[str, str, bytes]
 _Sample = tuple[int, bytes, bytes, bytes]
@@ -29,8 +34,9 @@ class Quarantine:
     """Bounded table of contents. Invariant: entries in the order in which they end; ``_samples`` counts
     exactly theirs."""
 
-    def __init__(self, quarantine_ms: int, max_frames: int) -> None:
+    def __init__(self, quarantine_ms: int, max_frames: int, read_slot: ReadSlot | None = None) -> None:
         """Make an empty table; ``quarantine_ms`` 0 keeps it empty."""
+        self._read_slot = read_slot or no_slots
         self._stay_ns = quarantine_ms * 1_000_000
         self._max_frames = max_frames
         self._entries: dict[_Key, tuple[int, _Sample]] = {}
@@ -41,7 +47,7 @@ class Quarantine:
 
     def put(self, record: FrameRecord, now_ns: int) -> None:
         """Refuse the content of a frame from now on; beyond the bound the oldest entry goes."""
-        payload = _bytes_of(record.frame.payload)
+        payload = self._bytes_of(record.frame.payload)
         if self._stay_ns == 0 or payload is None:
             return
         key = (record.model, record.version, _digest(payload))
@@ -59,11 +65,25 @@ class Quarantine:
             if now_ns < until_ns:
                 break
             self._drop(key)
-        payload = _bytes_of(frame.payload)
-        if not self._entries or payload is None or _sample(payload) not in self._samples:
+        if not self._entries:
+            return None
+        payload = self._bytes_of(frame.payload)
+        if payload is None or _sample(payload) not in self._samples:
             return None
         entry = self._entries.get((model, version, _digest(payload)))
         return None if entry is None else entry[0] - now_ns
+
+    def has_same_content(self, one: Payload, other: Payload) -> bool:
+        """Return True when two payloads hold the same bytes."""
+        first, second = self._bytes_of(one), self._bytes_of(other)
+        if first is None or second is None:
+            return False
+        return _sample(first) == _sample(second) and _digest(first) == _digest(second)
+
+    def _bytes_of(self, payload: Payload) -> memoryview | None:
+        """Return a payload's bytes, None if they can't be had."""
+        held = self._read_slot(payload) if isinstance(payload, ShmRef) else payload
+        return memoryview(held).cast("B") if held else None
 
     def _drop(self, key: _Key) -> None:
         entry = self._entries.pop(key, None)
@@ -75,19 +95,8 @@ class Quarantine:
             del self._samples[sample]
 
 
-def has_same_content(one: Payload, other: Payload) -> bool:
-    """Return True when two payloads hold the same bytes."""
-    first, second = _bytes_of(one), _bytes_of(other)
-    if first is None or second is None:
-        return False
-    return _sample(first) == _sample(second) and _digest(first) == _digest(second)
-
-
-def _bytes_of(payload: Payload) -> memoryview | None:
-    """Return a payload's bytes, None if the broker does not hold them."""
-    if isinstance(payload, ShmRef) or not payload:
-        return None
-    return memoryview(payload).cast("B")
+def no_slots(_ref: ShmRef) -> None:
+    """Find no payload in shared memory: what a core does that was given no way to read it."""
 
 
 def _digest(view: memoryview) -> bytes:

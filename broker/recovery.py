@@ -15,7 +15,7 @@ from headrace.broker.actions import Action
 from headrace.broker.inflight import InFlightBatch
 from headrace.broker.model_table import ServedClass
 from headrace.broker.outcomes import OutcomeLog
-from headrace.broker.quarantine import Quarantine, has_same_content
+from headrace.broker.quarantine import Quarantine
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
@@ -77,11 +77,13 @@ class Recovery:
         payload = guilty.frame.payload
         waiting = served.suspects.pop_all()
         for record in waiting:
-            if not has_same_content(record.frame.payload, payload):
+            if not self._quarantine.has_same_content(record.frame.payload, payload):
                 served.suspects.push(record)
-        copies = [record for record in waiting if has_same_content(record.frame.payload, payload)]
+        copies = [
+            record for record in waiting if self._quarantine.has_same_content(record.frame.payload, payload)
+        ]
         for record in list(served.queue):
-            if has_same_content(record.frame.payload, payload):
+            if self._quarantine.has_same_content(record.frame.payload, payload):
                 served.queue.remove(record)
                 copies.append(record)
         for record in sorted(copies, key=lambda record: record.number):

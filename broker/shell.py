@@ -22,6 +22,7 @@ import structlog
 import zmq
 
 from headrace.broker import actions, events
+from headrace.broker.arenas import Arenas
 from headrace.broker.binding import BoundSockets
 from headrace.broker.control import BrokerInfo, Control
 from headrace.broker.core import BrokerCore
@@ -43,7 +44,7 @@ MAX_MESSAGES_PER_TURN = 256
 #: The loop turns at least this often, so that /healthz can tell a stalled loop from an idle one.
 MAX_WAIT_NS = 1_000_000_000
 
-#: How often socket monitors are read.
+#: How often socket monitors are read, and arenas that nobody needs any more are let go.
 UPKEEP_NS = 1_000_000_000
 
 #: The order in which sockets are drained: workers first, as what they finish frees slots and memory.
@@ -65,6 +66,7 @@ class Shell:
         endpoints: Endpoints,
         release: str,
         journal: Journal | None = None,
+        arenas: Arenas | None = None,
     ) -> None:
         limits = settings.core.limits
         self.counters = Counters()
@@ -76,13 +78,17 @@ class Shell:
         if journal is not None:
             self.counters.journal = journal.counts
         self._recorded_count = 0  # actions of this turn whose outcomes are in the journal
-        self._outbound = Outbound(bound.by_role, endpoints, limits, settings.core.heartbeat_ms, self.counters)
+        self._arenas = arenas or Arenas(None, "")
+        self.counters.arenas = self._arenas.counts
+        self._outbound = Outbound(
+            bound.by_role, endpoints, limits, settings.core.heartbeat_ms, self.counters, self._arenas
+        )
         info = BrokerInfo(
             release, os.getpid(), {**{r.value: a for r, a in bound.addresses.items()}, "http": endpoints.http}
         )
         control = Control(core, store, limits, info, self._drain_from_control, journal)
         self._inbound = Inbound(
-            bound.by_role, self._outbound, control, endpoints, limits, self.counters, self._tell
+            bound.by_role, self._outbound, control, endpoints, limits, self.counters, self._tell, self._arenas
         )
         self._monitors = Monitors(bound.context, bound.by_role, self.counters)
         self._wake_read, self.wake_write = os.pipe()
@@ -148,6 +154,7 @@ class Shell:
         if began_ns >= self._next_upkeep_ns:
             self._next_upkeep_ns = began_ns + UPKEEP_NS
             self._monitors.read()
+            self._arenas.sweep(self._core.arenas_in_use)
         ended_ns = time.monotonic_ns()
         self._count_turn(ended_ns - began_ns)
         self.snapshots.end_turn(ended_ns)

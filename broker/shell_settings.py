@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.arena import SHM_FOLDER
 from headrace.broker.settings import CoreSettings
 from headrace.errors import ConfigError
 
@@ -51,6 +52,7 @@ class ShellSettings:
     grace_ms: int = 10_000
     results_queue_messages: int = 10_000
     local_models: tuple[LocalModel, ...] = ()
+    shm_folder: Path | None = SHM_FOLDER  # where producers' arenas are; None = the lane is off
     journal: Path | None = None  # published outcomes are kept in this file; None = in memory alone
 
 

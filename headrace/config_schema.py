@@ -381,6 +381,24 @@ class WorkerSection(Section):
     )
 
 
+class ShmSection(Section):
+    """Payloads in shared memory, between processes of one user on one host."""
+
+    folder: str = key(
+        "/dev/shm",  # noqa: S108 - a folder of memory
+        "path",
+        "Absolute path of the folder of producers' arenas: a file system in memory that broker, workers and"
+        " producers all see (it must be the same for all). Empty = every payload travels in a message.",
+    )
+
+    @field_validator("folder", mode="after")
+    @classmethod
+    def _is_absolute(cls, folder: str) -> str:
+        if folder and not folder.startswith("/"):
+            raise ValueError("must be an absolute path, or empty to switch the lane off")
+        return folder
+
+
 class SupervisorSection(Section):
     """When `headrace up` starts a process that died again, and when it gives up."""
 
@@ -431,6 +449,7 @@ class Config(Section):
     hedging: HedgingSection = Field(default=HedgingSection())
     retention: RetentionSection = Field(default=RetentionSection())
     worker: WorkerSection = Field(default=WorkerSection())
+    shm: ShmSection = Field(default=ShmSection())
     supervisor: SupervisorSection = Field(default=SupervisorSection())
     log: LogSection = Field(default=LogSection())
     models: tuple[ModelSection, ...] = Field(default=(), strict=False)

@@ -5,6 +5,8 @@ Nothing is decided here: each key goes to one field, and a test sees to it that 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
 from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.config import LoadedConfig, class_policy
@@ -94,6 +96,7 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
         grace_ms=broker.grace_ms,
         results_queue_messages=broker.results_queue_messages,
         local_models=_local_models(loaded),
+        shm_folder=to_shm_folder(config),
         journal=loaded.journal_path(),
     )
 
@@ -110,11 +113,17 @@ def to_worker_settings(
         threads=worker.threads,
         slots=worker.slots,
         cache_dir=worker.cache_dir,
+        shm_folder=to_shm_folder(config),
         workers_on_host=worker.count or 1,
         parent_pid=parent_pid,
         grace_ms=worker.grace_ms,
         give_up_ms=worker.give_up_ms,
     )
+
+
+def to_shm_folder(config: Config) -> Path | None:
+    """Return the shared-memory folder, None when the lane is off."""
+    return Path(config.shm.folder) if config.shm.folder else None
 
 
 def to_model_settings(queues: QueuesSection, model: ModelSection) -> ModelSettings:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.arena import SHM_FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +14,7 @@ class WorkerSettings:
 
     ``threads`` None means: the CPUs this process may use, divided by ``workers_on_host``. ``worker_id`` ""
     means: host, pid and a random number. ``cache_dir`` "" means: HEADRACE_CACHE or ~/.cache/headrace.
+    ``shm_folder`` is where the producers' arenas are; None: frames come inline.
     ``parent_pid`` is the process to end with. ``give_up_ms`` without a broker end the worker (None: never).
     """
 
@@ -20,6 +24,7 @@ class WorkerSettings:
     threads: int | None = None
     slots: int = 2
     cache_dir: str = ""
+    shm_folder: Path | None = SHM_FOLDER
     workers_on_host: int = 1
     parent_pid: int | None = None
     grace_ms: int = 30_000

@@ -37,6 +37,7 @@ CORE_MODULES = [
 #: Modules in broker/ that may touch sockets, clocks, files and logs. Every other one belongs to the core.
 SHELL_MODULES = {
     "__init__.py",
+    "arenas.py",
     "binding.py",
     "control.py",
     "http.py",

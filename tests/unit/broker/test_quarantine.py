@@ -11,7 +11,7 @@ from hr_records import make_frame, make_record
 
 from headrace.broker import actions as act
 from headrace.broker import events, quarantine
-from headrace.broker.quarantine import Quarantine, has_same_content
+from headrace.broker.quarantine import Quarantine
 from headrace.protocol.messages import Frame, ShmRef
 
 POISON = bytes(range(256)) * 4
@@ -187,8 +187,22 @@ class TestTable:
         assert len(table) == 0
         table.put(make_record_of(POISON), 0)
         assert table.find("m", "1", record.frame, 1) is None
-        assert not has_same_content(payload, payload)
-        assert not has_same_content(POISON, payload)
+        assert not table.has_same_content(payload, payload)
+        assert not table.has_same_content(POISON, payload)
+
+    def test_a_payload_in_shared_memory_is_read_where_it_lies(self) -> None:
+        """The core is given a way to read it; what is gone by then is like nothing."""
+        slot = ShmRef("a", 4160, len(POISON), 7)
+        held: dict[ShmRef, bytes] = {slot: POISON}
+        table = Quarantine(1_000, 1, held.get)
+        table.put(make_record_of(slot), 0)
+
+        assert table.find("m", "1", make_frame(payload=POISON), 1) is not None
+        assert table.find("m", "1", make_frame(payload=slot), 1) is not None
+        assert table.has_same_content(slot, POISON)
+        held.clear()
+        assert table.find("m", "1", make_frame(payload=slot), 1) is None
+        assert not table.has_same_content(slot, POISON)
 
 
 def make_record_of(payload: ShmRef | bytes) -> quarantine.FrameRecord:

@@ -282,6 +282,7 @@ def _with_other_values(models: str) -> str:
                         "device": '"cpu"',
                         "level": '"debug"',
                         "format": '"json"',
+                        "folder": '""',
                     }.get(name, f'"{name}"')
                     if name == "default_model":
                         other = '"m"'

@@ -1,0 +1,114 @@
+"""Producers' arenas as the broker sees them: opened at HELLO, read where somebody can't, removed at the end.
+
+Not here: whether a frame may name a slot (admission), the layout and the locks (``headrace.arena``).
+
+Theory of operation. The broker holds the file of each arena that it has opened, so that nobody removes it
+when its producer is killed: accepted frames finish, also at a worker that opens the arena only then. Once no
+connected producer and no unfinished frame needs an arena, the hold is dropped; if the owner is dead by then
+the file goes. That is looked at in ``sweep``, once per upkeep and not per frame.
+
+The payloads themselves are not read here but for two cases: a worker of another host gets them inline, and
+the quarantine of poison frames compares contents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import structlog
+
+from headrace.arena import ArenaReader, reclaim, reclaim_one
+from headrace.broker.counters import ArenaCounts
+from headrace.errors import ArenaError, InvalidFrameError
+from headrace.protocol.messages import Batch, Frame, Hello, ShmRef
+
+log = structlog.get_logger()
+
+
+class Arenas:
+    """All open arenas by name. Owned by the loop's thread."""
+
+    def __init__(self, folder: Path | None, host_key: str) -> None:
+        """Remove what dead producers have left. ``folder`` None: the lane is off."""
+        self._folder = folder
+        self._host_key = host_key if folder is not None else ""
+        self._open: dict[str, ArenaReader] = {}
+        self.counts = ArenaCounts()
+        if folder is not None:
+            self._count_reclaimed(reclaim(folder))
+
+    def open(self, hello: Hello) -> int:
+        """Open the arena that a producer names; return its size, 0 when its frames can't lie there."""
+        if self._folder is None or not hello.arena or not self.is_here(hello.host_key):
+            return 0
+        reader = self._open.get(hello.arena)
+        if reader is None:
+            try:
+                reader = ArenaReader.open(hello.arena, self._folder, is_held=True)
+            except ArenaError as error:
+                log.warning("arena not usable", producer=hello.name, reason=str(error))
+                return 0
+        if reader.epoch != hello.epoch:
+            log.warning("arena not usable", producer=hello.name, reason="it is another producer's")
+            if hello.arena not in self._open:
+                reader.close()
+            return 0
+        self._open[hello.arena] = reader
+        self.counts.open_count = len(self._open)
+        return reader.nbytes
+
+    def is_here(self, host_key: str) -> bool:
+        """Tell whether a peer can share memory with this broker."""
+        return bool(host_key) and host_key == self._host_key
+
+    def read(self, ref: ShmRef) -> bytes | None:
+        """Return a copy of a payload, None when its slot is no longer that of its frame."""
+        reader = self._open.get(ref.arena)
+        if reader is None:
+            return None
+        try:
+            return reader.copy(ref)
+        except InvalidFrameError:
+            return None
+
+    def with_payloads(self, batch: Batch) -> Batch:
+        """Return the batch with its payloads inline.
+
+        One whose slot is gone stays as it is: the worker can't find it either and says so of this frame."""
+        if not any(isinstance(frame.payload, ShmRef) for frame in batch.frames):
+            return batch
+        return replace(batch, frames=tuple(self._with_payload(frame) for frame in batch.frames))
+
+    def _with_payload(self, frame: Frame) -> Frame:
+        payload = self.read(frame.payload) if isinstance(frame.payload, ShmRef) else None
+        if payload is None:
+            return frame
+        self.counts.inlined_count += 1
+        return replace(frame, payload=payload)
+
+    def sweep(self, find_used: Callable[[Collection[str]], Collection[str]]) -> None:
+        """Let go of the arenas that ``find_used`` does not return; remove those whose owners are dead."""
+        if not self._open:
+            return
+        used = find_used(self._open.keys())
+        for name in [name for name in self._open if name not in used]:
+            self._let_go(name)
+
+    def close(self) -> None:
+        """Let go of all."""
+        for name in list(self._open):
+            self._let_go(name)
+
+    def _let_go(self, name: str) -> None:
+        reader = self._open.pop(name)
+        self.counts.open_count = len(self._open)
+        reader.close()
+        if reclaim_one(reader.folder, name):
+            self._count_reclaimed([name])
+
+    def _count_reclaimed(self, names: list[str]) -> None:
+        self.counts.reclaimed_count += len(names)
+        if names:
+            log.info("arenas reclaimed", arenas=names)
