@@ -19,6 +19,7 @@ is dead: it tells EngineFailed once and nothing after, so that nothing computed 
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -48,6 +49,7 @@ from headrace.protocol.messages import (
     Status,
 )
 from headrace.workers.adapters import Adapter, load_adapter
+from headrace.workers.arenas import SWEEP_S, ArenaMappings
 from headrace.workers.engine import BatchOutputs, Engine, EngineMisuseError, ModelKey
 from headrace.workers.results import fitted, in_batch_order
 from headrace.workers.staging import BufferPool, Stager, StagingPlan, StagingResult
@@ -109,13 +111,15 @@ class Pipeline:
         tell: Callable[[Event], None],
         *,
         limits: Limits | None = None,
+        arenas: ArenaMappings | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._make_engine = make_engine
         self._tell = tell
         self._clock = clock
         self._pool = BufferPool()
-        self._stager = Stager(self._pool, limits or Limits())
+        self._arenas = arenas or ArenaMappings()
+        self._stager = Stager(self._pool, limits or Limits(), self._arenas)
         self._served = _Served()
         self._lock = threading.Lock()
         self._jobs: dict[int, _Job] = {}
@@ -174,8 +178,17 @@ class Pipeline:
     # -- staging thread --------------------------------------------------------------------------------
 
     def _stage_batches(self) -> None:
-        while (job := self._to_stage.get()) is not None:
+        while (job := self._next_to_stage()) is not None:
             self._stage(job)
+        self._arenas.close()
+
+    def _next_to_stage(self) -> _Job | None:
+        """Wait for a batch; see to it meanwhile that no arena is kept after its producer."""
+        while len(self._arenas):
+            self._arenas.sweep()
+            with contextlib.suppress(queue.Empty):
+                return self._to_stage.get(timeout=SWEEP_S)
+        return self._to_stage.get()
 
     def _stage(self, job: _Job) -> None:
         batch = job.batch

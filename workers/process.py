@@ -11,12 +11,14 @@ from pathlib import Path
 import structlog
 
 from headrace import __version__, addresses
+from headrace.arena import reclaim
 from headrace.errors import HeadraceError
 from headrace.exit_codes import ExitCode
 from headrace.host import host_key
 from headrace.orphans import end_with_parent
 from headrace.protocol.messages import WorkerHello
 from headrace.signals import stopped_by_signals
+from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import silence_codecs
 from headrace.workers.devices import Device, choose_device
 from headrace.workers.model_cache import default_cache_folder
@@ -60,7 +62,7 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     hello = WorkerHello(
         worker=settings.worker_id or _new_id(),
         instance=secrets.randbits(64),
-        host_key=host_key(),
+        host_key=host_key(settings.shm_folder),
         device=device.name,
         engine=device.engine,
         release=__version__,
@@ -74,12 +76,14 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     log.info(
         "worker started", worker=hello.worker, device=hello.device, threads_count=threads, broker=address
     )
+    if settings.shm_folder is not None:
+        reclaim(settings.shm_folder)
     make_engine = device.make_engine
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),
         address,
         Path(settings.cache_dir).expanduser() if settings.cache_dir else default_cache_folder(),
-        lambda tell: Pipeline(make_engine, tell),
+        lambda tell: Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder)),
     )
 
 

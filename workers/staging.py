@@ -1,8 +1,9 @@
 """Writes the frames of a batch straight into the buffers that the engine reads.
 
-One copy per raw frame: from the message part into its row, converted on the way (``pixels`` has the
-rules for images). Encoded frames are decoded first and then placed like raw ones. Rows behind the last
-frame are zeroed, so that no pixel of an earlier batch is left in a buffer that is used again.
+One copy per raw frame: from the message part or the producer's shared memory into its row, converted on the
+way (``pixels`` has the rules for images). Encoded frames are decoded first and then placed like raw ones.
+Rows behind the last frame are zeroed, so that no pixel of an earlier batch is left in a buffer that is used
+again.
 
 A tensor is cast to the model's dtype when numpy calls the cast safe, or from a float to a narrower
 float. Anything else is ``wrong_dtype``.
@@ -34,6 +35,7 @@ from headrace.protocol.messages import (
     Status,
     TensorSpec,
 )
+from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import decode_image
 from headrace.workers.engine import InputBuffer, InputPlan, ModelKey, StagedBatch
 from headrace.workers.geometry import Placement
@@ -125,8 +127,9 @@ class BufferPool:
 class Stager:
     """Stages batches one after another; owned by one thread."""
 
-    def __init__(self, pool: BufferPool, limits: Limits) -> None:
+    def __init__(self, pool: BufferPool, limits: Limits, arenas: ArenaMappings | None = None) -> None:
         self._pool = pool
+        self._arenas = arenas or ArenaMappings(None)
         self.limits = limits
 
     def stage(self, batch: Batch, plan: StagingPlan) -> StagingResult:
@@ -148,7 +151,7 @@ class Stager:
         failures: dict[int, FrameResult] = {}
         for index, frame in enumerate(batch.frames):
             try:
-                placement, flags = self._stage_row(frame, plan, buffers, len(rows))
+                placement, flags = self._stage_frame(frame, plan, buffers, len(rows))
             except InvalidFrameError as error:
                 failures[index] = FrameResult(Status.ERROR, code=error.code, message=error.message)
             except cv2.error:
@@ -166,12 +169,30 @@ class Stager:
             self._pool.give_back(staged)
         return StagingResult(None, (), failures)
 
-    def _stage_row(
+    def _stage_frame(
         self, frame: Frame, plan: StagingPlan, buffers: tuple[InputBuffer, ...], row: int
     ) -> tuple[Placement | None, tuple[str, ...]]:
-        if isinstance(frame.payload, ShmRef):
-            raise InvalidFrameError(Code.LANE_UNAVAILABLE, "this worker can't read shared memory")
-        data = memoryview(frame.payload).cast("B")
+        payload = frame.payload
+        if not isinstance(payload, ShmRef):
+            return self._stage_row(frame, memoryview(payload).cast("B"), plan, buffers, row)
+        reader = self._arenas.reader(payload)
+        if frame.encoding is not Encoding.RAW:
+            # A decoder reads a file more than once and trusts what it read first: it gets a copy, which is
+            # small beside what it does with it.
+            return self._stage_row(frame, memoryview(reader.copy(payload)), plan, buffers, row)
+        staged = self._stage_row(frame, reader.view(payload), plan, buffers, row)
+        # The slot may have been freed and filled anew while the row was written: then the row is worthless.
+        reader.check(payload)
+        return staged
+
+    def _stage_row(
+        self,
+        frame: Frame,
+        data: memoryview,
+        plan: StagingPlan,
+        buffers: tuple[InputBuffer, ...],
+        row: int,
+    ) -> tuple[Placement | None, tuple[str, ...]]:
         placement: Placement | None = None
         flags: tuple[str, ...] = ()
         if frame.encoding is not Encoding.RAW:

@@ -212,12 +212,12 @@ def test_img_03_five_bad_payloads_hurt_no_neighbour() -> None:
         assert np.abs(row.astype(int) - RGB).mean() < 3
 
 
-def test_a_frame_in_shared_memory_is_an_error_of_its_own() -> None:
+def test_a_frame_in_shared_memory_that_is_not_read_here_is_an_error_of_its_own() -> None:
     frame = Frame("cam-1", ShmRef("arena", 0, 12, 1), 12, (2, 2, 3))
 
     result = stage(image_plan(), frame, raw_frame(RGB))
 
-    assert codes_of(result) == {0: Code.LANE_UNAVAILABLE}
+    assert codes_of(result) == {0: Code.STALE_SLOT}
 
 
 @pytest.mark.parametrize(
