@@ -135,7 +135,9 @@ class VirtualPool:
         self._free_at_ns[peer] = begin_ns + cost_ns
         self.outcome.batches_count += 1
         self.outcome.busy_ns[peer] = self.outcome.busy_ns.get(peer, 0) + cost_ns
-        done = Done(batch.batch, (_OK,) * count, staged_us=0, ran_us=cost_ns // 1000)
+        # No way at all: what the worker had it for is what passed.
+        total_us = -(-(self._free_at_ns[peer] - self._now_ns) // 1000)
+        done = Done(batch.batch, (_OK,) * count, staged_us=0, ran_us=cost_ns // 1000, total_us=total_us)
         self._later(begin_ns + cost_ns, events.BatchDone(peer, done))
 
     def _later(self, time_ns: int, event: events.Event) -> None:

@@ -87,6 +87,9 @@ class BatchEnds:
         _learn_way(worker, done, served.turnaround_ns)
         self._dispatcher.learn(worker, served, count, ran_ns)
         self._dispatcher.settle(batch, now_ns)
+        if served.policy.is_learning:
+            latencies_ns = [now_ns - record.received_ns for record in batch.records]
+            served.policy.observe(latencies_ns, ran_ns, found_idle=batch.found_idle)
         for record, result in zip(batch.records, done.results, strict=True):
             is_ok = result.status is Status.OK
             end = End(

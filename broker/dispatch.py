@@ -38,11 +38,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
-from headrace.broker.batching import ClassView, CloseNow
+from headrace.broker.batching import IDLE_LEAD_NS, ClassView, GiveWay, LookAgain
+from headrace.broker.class_choice import Choice, instead, most_urgent
 from headrace.broker.costs import CostTable
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import InFlightBatch, Ledger
 from headrace.broker.model_table import ModelTable, ServedClass
+from headrace.broker.promotion import Promotion
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
 from headrace.broker.settings import CoreSettings
@@ -54,7 +56,6 @@ from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
 from headrace.errors import Code
 from headrace.protocol.messages import Batch, Status, Value
-from headrace.protocol.per_frame import per_frame
 
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
@@ -66,25 +67,12 @@ OVERHEAD_FACTOR = 2
 #: ... and at least this long before: a turn of the broker's loop and the noise of the clock's wake-ups.
 MIN_LEAD_NS = 500_000
 
+#: ... and a batch that is not full at most this long: more would cost more in its size than the wait does.
+MAX_LEAD_NS = 5_000_000
+
 #: Between the probe of an overdue worker and the hedge: the shell tells within its turn whom it could not
 #: reach, so any later turn will do.
 PROBE_NS = 1_000_000
-
-
-@per_frame(frozen=True, slots=True)
-class _Choice:
-    """A batch that could be sent now. ``count`` is 1 and a suspect's if ``is_alone``. ``is_growing``: no
-    worker is idle and it may still become fuller or more urgent, so it is sent only if it would lose its
-    slot to another class.
-    ``oldest_ns`` is when the longest waiting frame of its class came."""
-
-    pool: ClassPool
-    worker: Worker
-    count: int
-    urgency: tuple[int, int, int] = (0, 0, 0)
-    oldest_ns: int = 0
-    is_alone: bool = False
-    is_growing: bool = False
 
 
 class Dispatcher:
@@ -118,6 +106,7 @@ class Dispatcher:
         self._ageing_ns = settings.ageing_ms * 1_000_000
         self._debt_step = settings.ageing_share / (1.0 - settings.ageing_share)
         self._debt = 0.0
+        self._promotion = Promotion(costs, self._max_frames, self._max_bytes)
         self.pools = WorkerPools()
         self.look_again_ns: int | None = None
 
@@ -143,38 +132,27 @@ class Dispatcher:
                 has_ended = True
         return has_ended
 
-    def _most_urgent(self, now_ns: int) -> _Choice | None:
-        best: _Choice | None = None
-        best_growing: _Choice | None = None
-        oldest: _Choice | None = None
+    def _most_urgent(self, now_ns: int) -> Choice | None:
+        choices: list[Choice] = []
         for served in self._models.classes:
             if served.suspects:
                 choice = self._choose_suspect(served, now_ns)
                 if choice is not None:
                     return choice
-            if not served.queue:
-                continue
-            choice = self._choose(served, now_ns)
-            if choice is None:
-                continue
-            if oldest is None or choice.oldest_ns < oldest.oldest_ns:
-                oldest = choice
-            if choice.is_growing:
-                if best_growing is None or choice.urgency < best_growing.urgency:
-                    best_growing = choice
-            elif best is None or choice.urgency < best.urgency:
-                best = choice
+            if served.queue:
+                choice = self._choose(served, now_ns)
+                if choice is not None:
+                    choices.append(choice)
+        best = most_urgent(choices, now_ns)
         if best is None:
             return None
-        if best_growing is not None and best_growing.urgency < best.urgency:
-            best = _instead(best, best_growing) or best
-        return best if oldest is None else self._age(best, oldest, now_ns)
+        return self._age(best, min(choices, key=_since), now_ns)
 
-    def _age(self, best: _Choice, oldest: _Choice, now_ns: int) -> _Choice:
+    def _age(self, best: Choice, oldest: Choice, now_ns: int) -> Choice:
         """Return the class that is served: the most urgent one, unless its turn is owed to an aged one."""
         if oldest.pool is best.pool or oldest.oldest_ns + self._ageing_ns > now_ns:
             return best
-        aged = _instead(best, oldest)
+        aged = instead(best, oldest)
         if aged is None or oldest.oldest_ns >= best.oldest_ns:
             return best
         if self._debt < 1.0:
@@ -185,13 +163,13 @@ class Dispatcher:
 
     # -- suspects -----------------------------------------------------------------------------------
 
-    def _choose_suspect(self, served: ServedClass, now_ns: int) -> _Choice | None:
+    def _choose_suspect(self, served: ServedClass, now_ns: int) -> Choice | None:
         pool = self.pools.of(served)
         worker = pool.best_idle()
         if worker is None and pool.reserved is not None and not pool.reserved.in_flight:
             worker = pool.reserved
         if worker is not None:
-            return _Choice(pool, worker, 1, is_alone=True)
+            return Choice(pool, worker, 1, is_alone=True)
         reserved = pool.reserved
         if reserved is not None and now_ns >= reserved.overdue_ns:
             # It may hang for ever: the suspects must not wait for that.
@@ -208,7 +186,7 @@ class Dispatcher:
 
     # -- everybody else -----------------------------------------------------------------------------
 
-    def _choose(self, served: ServedClass, now_ns: int) -> _Choice | None:
+    def _choose(self, served: ServedClass, now_ns: int) -> Choice | None:
         pool = self.pools.of(served)
         idle = pool.best_idle()
         opened = pool.best_open(now_ns)
@@ -221,28 +199,64 @@ class Dispatcher:
             candidate, idle = opened, None
             if candidate is None:
                 return None
-        max_batch_size = pool.service(candidate).max_batch_size
-        oldest_ns = served.queue.oldest_ns()
+        view = self._view(pool, candidate, idle, opened, now_ns)
+        decision = served.policy.decide(view, now_ns)
+        is_growing = False
+        if isinstance(decision, LookAgain):
+            self._look_again(decision.at_ns, now_ns)
+            if idle is not None:
+                return None
+            decision = served.policy.decide(replace(view, has_idle_worker=True), now_ns)
+            if isinstance(decision, LookAgain):
+                return None
+            is_growing = True
+        elif idle is None:
+            is_growing = self._is_early(candidate, now_ns)
+        if isinstance(decision, GiveWay):
+            self._look_again(decision.at_ns, now_ns)
+        return Choice(
+            pool,
+            candidate,
+            decision.count,
+            served.queue.urgency(now_ns),
+            view.oldest_ns,
+            is_growing=is_growing,
+            gives_way=isinstance(decision, GiveWay),
+            is_full=decision.count >= view.max_batch_size,
+        )
+
+    def _view(
+        self, pool: ClassPool, candidate: Worker, idle: Worker | None, opened: Worker | None, now_ns: int
+    ) -> ClassView:
+        """Return what the policy of a class sees; what only some want to know costs only them."""
+        served = pool.served
+        queue, service = served.queue, pool.service(candidate)
+        oldest_ns = queue.oldest_ns()
         view = ClassView(
-            waiting_count=len(served.queue),
+            waiting_count=len(queue),
             oldest_ns=now_ns if oldest_ns is None else oldest_ns,
-            max_batch_size=max_batch_size,
+            max_batch_size=service.max_batch_size,
             has_idle_worker=idle is not None,
             has_free_slot=True,
             next_idle_ns=None if opened is None else opened.busy_until_ns,
+            lead_ns=_lead_ns(candidate),
+            full_ns=service.cost_ns,
         )
-        decision = served.policy.decide(view, now_ns)
-        if isinstance(decision, CloseNow):
-            urgency = served.queue.urgency(now_ns)
-            is_early = idle is None and self._is_early(candidate, now_ns)
-            return _Choice(pool, candidate, decision.count, urgency, view.oldest_ns, is_growing=is_early)
-        self._look_again(decision.at_ns, now_ns)
-        if idle is None:
-            decision = served.policy.decide(replace(view, has_idle_worker=True), now_ns)
-            if isinstance(decision, CloseNow):
-                urgency = served.queue.urgency(now_ns)
-                return _Choice(pool, candidate, decision.count, urgency, view.oldest_ns, is_growing=True)
-        return None
+        if not served.policy.is_looking_ahead:
+            return view
+        count = min(view.waiting_count, view.max_batch_size)
+        return replace(
+            view,
+            due_ns=queue.next_expiry_ns(),
+            run_ns=self._costs.predict_ns(
+                candidate.id, served.model, served.version, served.spec.name, count
+            ),
+            frames_per_ns=served.arrivals.frames_per_ns(queue.pushed_count, now_ns),
+            has_rivals=any(
+                other is not served and other.queue and other.index in candidate.services
+                for other in self._models.classes
+            ),
+        )
 
     def _is_early(self, busy: Worker, now_ns: int) -> bool:
         """True when a full batch can still wait for more urgent frames without the worker waiting for it."""
@@ -254,14 +268,14 @@ class Dispatcher:
 
     def _choose_exact(
         self, pool: ClassPool, idle: Worker | None, opened: Worker | None, now_ns: int
-    ) -> _Choice:
+    ) -> Choice:
         queue = pool.served.queue
         workers = [worker for worker in (idle, opened) if worker is not None]
         while True:
             size = queue.exact_size()
             for worker in workers:
                 if pool.service(worker).max_batch_size >= size:
-                    return _Choice(pool, worker, size, queue.urgency(now_ns), now_ns)
+                    return Choice(pool, worker, size, queue.urgency(now_ns), now_ns)
             # Half of a failed batch that none of the free workers can hold whole: smaller parts find the
             # guilty frame as well.
             records = queue.take(size, now_ns)
@@ -292,11 +306,14 @@ class Dispatcher:
 
     # -- sending ------------------------------------------------------------------------------------
 
-    def _send(self, choice: _Choice, now_ns: int, actions: list[Action]) -> None:
+    def _send(self, choice: Choice, now_ns: int, actions: list[Action]) -> None:
         pool, worker = choice.pool, choice.worker
         served = pool.served
         is_alone = choice.is_alone
+        is_exact = served.queue.has_exact
         records = [served.suspects.pop()] if is_alone else self._take_in_time(choice, now_ns, actions)
+        if served.smaller and not is_alone and not is_exact:
+            records += self._promotion.take(served, worker, records, now_ns)
         batch = self._open(worker, served, records, now_ns, is_alone=is_alone)
         served.batches_count += 1
         served.frames_count += len(records)
@@ -374,7 +391,7 @@ class Dispatcher:
         }
         actions.append(Report("batch hedged", values))
 
-    def _take_in_time(self, choice: _Choice, now_ns: int, actions: list[Action]) -> list[FrameRecord]:
+    def _take_in_time(self, choice: Choice, now_ns: int, actions: list[Action]) -> list[FrameRecord]:
         """Take a batch's frames, and end those which the worker could not finish before their deadline."""
         served, worker = choice.pool.served, choice.worker
         is_checked = self._has_deadlines and not served.queue.has_exact
@@ -458,11 +475,12 @@ class Dispatcher:
             )
 
 
-def _instead(best: _Choice, other: _Choice) -> _Choice | None:
-    """Return the other choice for the worker that the best one would take, None if that can't run it.
+def _since(choice: Choice) -> int:
+    return choice.oldest_ns
 
-    The slot goes away in any case, so a batch that could still grow goes as it is."""
-    if best.worker.index not in other.pool.workers:
-        return None
-    count = min(other.count, other.pool.service(best.worker).max_batch_size)
-    return replace(other, worker=best.worker, count=count, is_growing=False)
+
+def _lead_ns(worker: Worker) -> int:
+    """Return how long before a worker falls idle a batch must be sent to be there in time."""
+    if worker.overhead_ns is None:
+        return IDLE_LEAD_NS
+    return min(worker.overhead_ns + MIN_LEAD_NS, MAX_LEAD_NS)

@@ -38,6 +38,7 @@ class InFlightBatch:
     sent_ns: int
     predicted_ns: int
     is_alone: bool
+    found_idle: bool = False  # its worker had nothing to do when it was sent
     done_ns: int = 0
     due_ns: int = 0
     is_hedge: bool = False
@@ -72,7 +73,10 @@ class Ledger:
     ) -> InFlightBatch:
         """Enter a batch that is being dispatched."""
         self._last_id += 1
-        batch = InFlightBatch(self._last_id, worker, served, records, now_ns, predicted_ns, is_alone)
+        found_idle = not worker.in_flight
+        batch = InFlightBatch(
+            self._last_id, worker, served, records, now_ns, predicted_ns, is_alone, found_idle
+        )
         self.batches[batch.batch] = batch
         worker.in_flight[batch.batch] = batch
         served.in_flight_count += len(records)

@@ -17,7 +17,8 @@ from headrace.broker.queues import ClassQueue
 from headrace.broker.records import FrameRecord
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
 from headrace.broker.size_class import SizeClasses
-from headrace.protocol.messages import ModelProfile, ModelSpec, SizeClassSpec
+from headrace.broker.traffic import ArrivalRate
+from headrace.protocol.messages import Fit, ModelProfile, ModelSpec, SizeClassSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -32,11 +33,16 @@ class ServedClass:
     queue: ClassQueue
     policy: BatchPolicy
     max_queue_size: int
+    objective_ns: int
+    may_ride: bool = False  # in a batch of a larger class of the model (promotion.py)
+    smaller: list[ServedClass] = field(default_factory=list)  # which may ride in this one's, largest first
+    arrivals: ArrivalRate = field(default_factory=ArrivalRate)
     suspects: SuspectLine = field(default_factory=SuspectLine)
     in_flight_count: int = 0
     batches_count: int = 0
     frames_count: int = 0
     waste_sum: float = 0.0
+    promoted_count: int = 0  # frames of this class that rode in a batch of a larger one
     expired_count: int = 0
     superseded_count: int = 0
     turnaround_ns: int = 0  # of the last batch, dispatch to DONE; 0 = none yet
@@ -142,11 +148,31 @@ class ModelTable:
                 queue=ClassQueue(
                     settings.limits.priority_levels, settings.ageing_ms * 1_000_000, settings.ageing_share
                 ),
-                policy=make_policy(policy),
+                policy=make_policy(policy, spec.max_batch_size),
                 max_queue_size=policy.max_queue_size,
+                objective_ns=int(policy.objective_ms * 1e6),
+                may_ride=policy.promote,
             )
             self.classes.append(served)
             model.classes[spec.name] = served
+        for served in model.classes.values():
+            served.smaller = _riding_classes(served, list(model.classes.values()))
+
+
+def _riding_classes(served: ServedClass, classes: list[ServedClass]) -> list[ServedClass]:
+    """Return the classes whose frames may ride in a batch of ``served``: those inside it with its ``fit``."""
+    spec = served.spec
+    inside = [
+        one
+        for one in classes
+        if one is not served
+        and one.may_ride
+        and one.spec.fit is spec.fit
+        and spec.fit is not Fit.EXACT
+        and one.spec.height <= spec.height
+        and one.spec.width <= spec.width
+    ]
+    return sorted(inside, key=lambda one: -one.spec.height * one.spec.width)
 
 
 def _version_key(version: str) -> list[tuple[int, int, str]]:

@@ -143,6 +143,7 @@ class ClassQueue:
         self._size = 0
         self._tickets = count(1)
         self._front = count(-1, -1)
+        self.pushed_count = 0  # frames that came in anew, for the arrival rate
 
     def __len__(self) -> int:
         return self._size
@@ -156,6 +157,7 @@ class ClassQueue:
 
     def push(self, record: FrameRecord, now_ns: int) -> None:
         """Add a frame behind its equals."""
+        self.pushed_count += 1
         queue = self._queues[record.priority]
         record.order = (_deadline(record), queue.tag_for(record.frame.stream), record.number)
         record.waits_from_ns = record.received_ns
@@ -363,9 +365,7 @@ class ClassQueue:
         for priority, queue in enumerate(self._queues):
             held = sum(1 for ticket in queue.index if self._live[ticket].priority == priority)
             if not held == queue.size or bool(held) != bool(self._priorities >> priority & 1):
-                raise AssertionError(
-                    f"{held} frames of priority {priority} are found, {queue.size} counted"
-                )
+                raise AssertionError(f"{held} frames of priority {priority} are found, {queue.size} counted")
         young = sorted(self._young)
         aged = sorted(chain.from_iterable(self._aged))
         if sorted(young + aged) != sorted(self._live) or aged != sorted(self._aged_tickets):

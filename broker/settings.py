@@ -7,6 +7,7 @@ reasons stand there. All ``_ms`` values are turned into nanoseconds once, when t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from headrace.protocol.messages import Limits, ModelSpec
 
@@ -15,14 +16,18 @@ from headrace.protocol.messages import Limits, ModelSpec
 class ClassPolicy:
     """How one size class queues and batches (Triton's words where Triton has one).
 
-    ``policy`` is "adaptive" (a batch grows until a worker is idle) or "window" (full, or the oldest
-    frame has waited ``max_queue_delay_ms``). ``max_queue_size`` frames may wait in the class, all
-    priorities together; 0 means the class has no bound of its own (the byte budget still holds).
+    ``policy`` is "adaptive", "deferred" or "window" (batching.py says what they do). ``objective_ms`` is what
+    99 % of the frames should take from received to done. ``max_queue_delay_ms`` is the wait of "window" and
+    the longest that "adaptive" may learn; "auto" derives it from the measured run time. ``max_queue_size``
+    frames may wait in the class, all priorities together; 0 means the class has no bound of its own (the byte
+    budget still holds). ``promote``: frames of this class may ride in a larger one's batch (promotion.py).
     """
 
     policy: str = "adaptive"
-    max_queue_delay_ms: float = 0.0
+    max_queue_delay_ms: float | Literal["auto"] = 0.0
     max_queue_size: int = 1024
+    objective_ms: float = 50.0
+    promote: bool = False
 
 
 @dataclass(frozen=True, slots=True)

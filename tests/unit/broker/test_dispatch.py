@@ -12,7 +12,7 @@ import pytest
 
 from headrace.broker import actions as act
 from headrace.broker import worker_pool
-from headrace.broker.batching import ClassView, LookAgain
+from headrace.broker.batching import ClassView, LookAgain, WindowPolicy
 from headrace.broker.settings import ClassPolicy
 from headrace.protocol.messages import Frame, Keep, SizeClassSpec
 
@@ -474,12 +474,12 @@ class TestWorkers:
     ) -> None:
         """Only an event can then change the answer."""
 
-        class Never:
+        class Never(WindowPolicy):
             def decide(self, _view: ClassView, _now_ns: int) -> LookAgain:
                 return LookAgain(at_ns)
 
         driver.join_worker()
-        driver.core.models.classes[0].policy = Never()
+        driver.core.models.classes[0].policy = Never(0, 0)
         driver.push(hr.frame())
         driver.tick()
 
