@@ -77,8 +77,8 @@ class Draft:
         """Return the frame, with ``payload`` in place of the caller's memory."""
         form, words = self.form, self.words
         return Frame(
-            words.stream, payload, form.nbytes, form.shape, form.dtype, form.encoding, words.color, seq, epoch,
-            words.model, words.priority, words.ttl_ms, words.keep, self.pts_ns, self.meta, form.inputs,
+            words.stream, payload, form.nbytes, form.shape, form.dtype, form.encoding, words.color, seq,
+            epoch, words.model, words.priority, words.ttl_ms, words.keep, self.pts_ns, self.meta, form.inputs,
         )  # fmt: skip
 
 

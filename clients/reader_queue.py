@@ -34,7 +34,7 @@ class ReaderQueue:
         on_item: Callable[[], None] = lambda: None,
     ) -> None:
         """``on_room`` is called in a reader's thread when the queue was full and has room again;
-        ``on_item`` in the putting thread after each item, and in the closing one."""
+        ``on_item`` in the putting thread when readers are woken, and in the closing one."""
         self.skipped_count = 0
         self.delivered_count = 0
         self.age_ms = 0.0
@@ -43,7 +43,10 @@ class ReaderQueue:
         self._max_bytes = max_bytes
         self._on_room = on_room
         self._on_item = on_item
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._waiting_count = 0
+        self._has_news = False
         self._items: deque[tuple[Outcome | Missed, int, float]] = deque()
         self._latest: OrderedDict[str, tuple[Outcome | Missed, int, float]] = OrderedDict()
         self._bytes = 0
@@ -51,7 +54,7 @@ class ReaderQueue:
         self._closed_by: str | None = None
 
     def has_room(self) -> bool:
-        with self._changed:
+        with self._lock:
             # In `latest` the queue holds one item per stream: reading on replaces, it does not grow.
             self._was_full = not self._is_latest and (
                 len(self._items) >= self._max_count or self._bytes >= self._max_bytes
@@ -59,9 +62,11 @@ class ReaderQueue:
             return not self._was_full
 
     def put(self, item: Outcome | Missed) -> None:
-        nbytes = outcome_bytes([item]) if isinstance(item, Outcome) else 0
+        """Add an item. Readers that wait are woken by ``wake_readers``, once for all items of a turn: waking
+        a thread costs more than all the rest that is done for an outcome."""
+        nbytes = outcome_bytes([item]) if isinstance(item, Outcome) and item.payloads else 0
         entry = (item, nbytes, time.monotonic())
-        with self._changed:
+        with self._lock:
             if self._is_latest:
                 # The stream keeps its place: streams take turns however unequal their rates are.
                 replaced = self._latest.get(item.stream)
@@ -72,18 +77,27 @@ class ReaderQueue:
             else:
                 self._items.append(entry)
             self._bytes += nbytes
-            self._changed.notify()
+            self._has_news = True
+
+    def wake_readers(self) -> None:
+        """Tell readers about what was put since the last call."""
+        if not self._has_news:
+            return
+        with self._lock:
+            self._has_news = False
+            if self._waiting_count:
+                self._changed.notify(len(self._items) + len(self._latest))
         self._on_item()
 
     def get(self, timeout: float | None) -> Outcome | Missed:
         """Return the next item; raise RequestTimeoutError, or ClosedError once closed and empty."""
-        with self._changed:
-            if not self._changed.wait_for(self._is_answerable, timeout):
-                raise RequestTimeoutError(f"nothing came within {timeout:g} s")
-            if self._latest:
-                item, nbytes, put_at = self._latest.popitem(last=False)[1]
-            elif self._items:
+        with self._lock:
+            if not self._items and not self._is_answerable():
+                self._wait(timeout)
+            if self._items:
                 item, nbytes, put_at = self._items.popleft()
+            elif self._latest:
+                item, nbytes, put_at = self._latest.popitem(last=False)[1]
             else:
                 raise ClosedError(self._closed_by or "closed")
             self._bytes -= nbytes
@@ -91,10 +105,8 @@ class ReaderQueue:
             self.age_ms = (time.monotonic() - put_at) * 1e3
             # Half of the queue is read before the network is, so that a slow reader does not wake the
             # I/O thread for each item.
-            must_wake = (
-                self._was_full
-                and len(self._items) <= self._max_count // 2
-                and self._bytes <= self._max_bytes // 2
+            must_wake = self._was_full and (
+                len(self._items) <= self._max_count // 2 and self._bytes <= self._max_bytes // 2
             )
             if must_wake:
                 self._was_full = False
@@ -104,7 +116,7 @@ class ReaderQueue:
 
     def close(self, reason: str, *, is_dropped: bool) -> None:
         """Wake every reader. With ``is_dropped`` what was not read yet is forgotten."""
-        with self._changed:
+        with self._lock:
             if self._closed_by is None:
                 self._closed_by = reason
             if is_dropped:
@@ -113,6 +125,14 @@ class ReaderQueue:
                 self._bytes = 0
             self._changed.notify_all()
         self._on_item()
+
+    def _wait(self, timeout: float | None) -> None:
+        self._waiting_count += 1
+        try:
+            if not self._changed.wait_for(self._is_answerable, timeout):
+                raise RequestTimeoutError(f"nothing came within {timeout:g} s")
+        finally:
+            self._waiting_count -= 1
 
     def _is_answerable(self) -> bool:
         return bool(self._items or self._latest) or self._closed_by is not None

@@ -10,7 +10,7 @@ still serve; until its answer settles what is to be read before the new boot, no
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from headrace.clients.records import Missed, MissedReason
@@ -131,6 +131,30 @@ class StreamState:
         fresh = [each for each in taken if self._is_new(each)]
         self._counts.duplicates += len(taken) - len(fresh)
         return fresh
+
+    def take_run(self, outcomes: Sequence[Outcome]) -> list[Outcome] | None:
+        """Count outcomes that are all next, one after another, and return those that are new; None, with
+        nothing counted, when they are not or when something is held or missing.
+
+        It does for a whole message what ``take`` does for one outcome."""
+        boot, following = self.boot, self.next_pub_seq
+        if following is None or self.held or self._later or self._had_before:
+            return None
+        epoch, seq = outcomes[0].epoch, outcomes[0].seq
+        is_counting_on = True
+        for outcome in outcomes:
+            if outcome.pub_seq != following or outcome.boot != boot:
+                return None
+            is_counting_on = is_counting_on and outcome.seq == seq and outcome.epoch == epoch
+            following += 1
+            seq += 1
+        if self.known_end > following:
+            return None
+        self.next_pub_seq = self.known_end = following
+        if not is_counting_on:
+            return [outcome for outcome in outcomes if self._is_new(outcome)]
+        self._runs_of(epoch).add(outcomes[0].seq, seq - 1)
+        return list(outcomes)
 
     def take_held(self) -> list[Outcome]:
         """Return what was held and is next now; drop what lies below."""
@@ -278,12 +302,15 @@ class StreamState:
         before = self._had_before.get(outcome.epoch)
         if before is not None and outcome.seq in before:
             return False
-        runs = self._had_now.get(outcome.epoch)
-        if runs is None:
-            runs = self._had_now[outcome.epoch] = SeqRuns()
-            _keep_newest(self._had_now)
-        runs.add(outcome.seq)
+        self._runs_of(outcome.epoch).add(outcome.seq)
         return True
+
+    def _runs_of(self, epoch: int) -> SeqRuns:
+        runs = self._had_now.get(epoch)
+        if runs is None:
+            runs = self._had_now[epoch] = SeqRuns()
+            _keep_newest(self._had_now)
+        return runs
 
     def _remember(self, had: dict[int, SeqRuns]) -> None:
         for epoch, runs in had.items():

@@ -21,6 +21,7 @@ from headrace.clients.subscriber_events import Mode, Start, State
 from headrace.clients.subscriber_loop import Sink, SubscriberLoop
 from headrace.clients.subscriber_session import MAX_TOPICS, SubscriberSession
 from headrace.errors import ClosedError, ConfigError, ForkedError, RequestTimeoutError, UnreachableError
+from headrace.forks import forks
 from headrace.protocol.codec import topic_of
 from headrace.protocol.messages import Outcome
 
@@ -73,7 +74,7 @@ class Subscriber:
             max_queued: items read ahead of the reader in mode every (1 or more).
             max_queued_bytes: the same for their payloads.
             sink: takes the items in the subscriber's own thread instead of the queue.
-            on_item: called in the subscriber's own thread after an item was queued, and when it closes.
+            on_item: called in the subscriber's own thread after items were queued, and when it closes.
 
         Raises ConfigError, UnreachableError.
         """
@@ -81,6 +82,7 @@ class Subscriber:
         self.mode = _member(Mode, mode, "mode")
         self.start = _member(Start, start or _DEFAULT_STARTS[self.mode], "start")
         self._pid = os.getpid()
+        self._forks_count = forks.value
         self._queue = ReaderQueue(
             self.mode,
             max_count=max_queued,
@@ -94,7 +96,12 @@ class Subscriber:
         self._changed = threading.Condition()
         self._has_ended = False
         self._loop = SubscriberLoop(
-            self.address, self._session, sink or self._queue, changed=self._notify, ended=self._take_end
+            self.address,
+            self._session,
+            sink or self._queue,
+            put_all=self._queue.wake_readers,
+            changed=self._notify,
+            ended=self._take_end,
         )
         self._loop.thread.start()
         try:
@@ -167,7 +174,7 @@ class Subscriber:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if os.getpid() == self._pid:
+        if forks.value == self._forks_count:
             self.close()
 
     @property
@@ -213,7 +220,7 @@ class Subscriber:
             self._changed.notify_all()
 
     def _check_fork(self) -> None:
-        if os.getpid() != self._pid:
+        if forks.value != self._forks_count:
             raise ForkedError(
                 f"the subscriber for {self.address} was made in process {self._pid} and is used in its fork"
                 f" {os.getpid()}; make a new one there"

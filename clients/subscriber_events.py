@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from headrace.clients.records import Missed
 from headrace.protocol.messages import Message, Outcome, Outcomes, Request, Subscribed
+from headrace.protocol.per_frame import per_frame
 
 
 class Mode(StrEnum):
@@ -104,7 +105,7 @@ class Ask:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Deliver:
     """Hand to the reader, in the order of the actions."""
 

@@ -40,8 +40,8 @@ class Sink(Protocol):
 class SubscriberLoop:
     """Runs until ``stop()``. ``stop`` and ``wake`` may be called from any thread.
 
-    ``changed`` is called in the loop's thread when the session's state has changed, ``ended`` once when
-    the thread ends, with the error that ended it or None.
+    ``put_all`` is called in the loop's thread when all items of a turn were put, ``changed`` when the
+    session's state has changed, ``ended`` once when the thread ends, with the error that ended it or None.
     """
 
     def __init__(
@@ -50,17 +50,20 @@ class SubscriberLoop:
         session: SubscriberSession,
         sink: Sink,
         *,
+        put_all: Callable[[], None],
         changed: Callable[[], None],
         ended: Callable[[BaseException | None], None],
     ) -> None:
         self._address = address
         self._session = session
         self._sink = sink
+        self._put_all = put_all
         self._changed = changed
         self._ended = ended
         self._limits = Limits()
         self._is_stopping = threading.Event()
         self._waker = Waker()
+        self._waker_ready = (self._waker.fileno(), zmq.POLLIN)
         self._context: Context = zmq.Context()
         self._poller = zmq.Poller()
         self._links: tuple[Link, Link] | None = None
@@ -97,14 +100,17 @@ class SubscriberLoop:
             self._ended(failure)
 
     def _turn(self) -> None:
-        self._poller.poll(self._poll_ms())
-        self._waker.drain()
+        ready = self._poller.poll(self._poll_ms())
+        if self._waker_ready in ready:
+            self._waker.drain()
         state = self._session.state
-        if self._links is not None:
+        if self._links is not None and ready:
             self._read(*self._links)
+            self._put_all()
         has_room = self._sink.has_room()
         self._handle(se.Tick(has_room))
         self._read_results(wanted=has_room)
+        self._put_all()
         if self._session.state is not state:
             self._changed()
 

@@ -164,6 +164,8 @@ class SubscriberSession:
     def handle(self, event: Event, now_ns: int) -> list[Action]:
         """Take a past fact; return what has to be done, in order."""
         match event:
+            case Published(topic, message):
+                return self._take_published(topic, message, now_ns)
             case Tick(has_room):
                 self._has_room = has_room
                 return self._tick(now_ns)
@@ -171,8 +173,6 @@ class SubscriberSession:
                 return self._confirm(now_ns)
             case Disconnected(reason):
                 return self._go_away(reason, now_ns, is_closed=True)
-            case Published(topic, message):
-                return self._take_published(topic, message, now_ns)
             case Answered(message):
                 return self._take_answer(message, now_ns)
             case _:
@@ -235,6 +235,10 @@ class SubscriberSession:
                     actions.append(self._ask_positions("", now_ns))
                 return actions
             case Outcomes(outcomes):
+                known = self._streams.get(outcomes[0].stream)
+                if known is not None and (run := known.take_run(outcomes)) is not None:
+                    known.heard_ns = now_ns
+                    return _deliver(run)
                 actions = []
                 for outcome in outcomes:
                     actions += self._see_boot(outcome.boot, now_ns)
@@ -388,12 +392,9 @@ class SubscriberSession:
                 continue
             first, end = gap[0], min(gap[1], gap[0] + FETCH_COUNT)
             params: dict[str, Value] = {
-                "stream": stream,
-                "boot": state.boot,
-                "first": first,
-                "last": end - 1,
+                "stream": stream, "boot": state.boot, "first": first, "last": end - 1,
                 "max_bytes": FETCH_BYTES,
-            }
+            }  # fmt: skip
             actions.append(self._ask("replay", params, Fetch(stream, state.boot, first, end, now_ns)))
             state.fetch_id = self._last_id
             fetch_count += 1
@@ -488,8 +489,7 @@ class SubscriberSession:
         state.note_end(self.boot or 0, next_pub_seq)
         if state.next_pub_seq is None or state.boot != self.boot or state.next_pub_seq >= next_pub_seq:
             return []
-        if self._is_latest:
-            # Only the newest is worth fetching.
+        if self._is_latest:  # only the newest is worth fetching
             self.counts.skipped += next_pub_seq - 1 - state.next_pub_seq
             state.next_pub_seq = next_pub_seq - 1
         self._gaps[stream] = None

@@ -105,3 +105,23 @@ def test_age_is_how_long_an_item_had_waited() -> None:
     queue.get(0)
 
     assert queue.age_ms >= 20
+
+
+def test_readers_are_told_once_about_all_that_was_put() -> None:
+    """Several items and several waiting readers: one call wakes as many readers as there are items."""
+    told: list[int] = []
+    queue = ReaderQueue(Mode.EVERY, max_count=10, max_bytes=10**6, on_item=lambda: told.append(1))
+    got: list[Outcome | Missed] = []
+    readers = [threading.Thread(target=lambda: got.append(queue.get(10.0))) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    for number in range(3):
+        queue.put(outcome(number))
+
+    queue.wake_readers()
+    queue.wake_readers()
+
+    for reader in readers:
+        reader.join(10.0)
+    assert sorted(item.pub_seq for item in got if isinstance(item, Outcome)) == [0, 1, 2]
+    assert told == [1]
