@@ -1,4 +1,4 @@
-"""The command line: ``headrace up | broker | worker | push | watch | status | demo``.
+"""The command line: ``headrace up | broker | worker | push | watch | status | demo | simulate ...``.
 
 Results go to stdout (JSON with ``--json``), everything else to stderr. An error is one line that names
 what was wrong and what would be right; the exit codes are in docs/configuration.md. Commands import what
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import click
 
 from headrace import __version__, logs
-from headrace.cli import broker, demo, push, status, up, watch, worker
+from headrace.cli import broker, demo, plan_classes, push, simulate, status, up, watch, worker
 from headrace.cli.common import put, say
 from headrace.errors import HeadraceError, UnreachableError
 from headrace.exit_codes import ExitCode, exit_code_of
@@ -56,6 +56,8 @@ for _command in (
     watch.command,
     status.command,
     demo.command,
+    simulate.command,
+    plan_classes.command,
 ):
     cli.add_command(_command)
 

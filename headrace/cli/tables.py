@@ -75,12 +75,16 @@ def _table(title: str, columns: Sequence[Column], entries: Sequence[Entry]) -> l
     if not entries:
         return []
     rows = [[heading for heading, _ in columns]] + [[show(entry) for _, show in columns] for entry in entries]
-    widths = [max(len(row[index]) for row in rows) for index in range(len(columns))]
-    lines = [
+    return ["", f"{title}", *aligned(rows)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of equally many cells as lines in which each column has one width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     ]
-    return ["", f"{title}", *lines]
 
 
 def _column(heading: str, key: str, *, factor: float | None = None, digits: int = 0) -> Column:
