@@ -11,7 +11,7 @@ handed to ONNX Runtime as memory maps, because its own look-up depends on where 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path, PurePosixPath
@@ -119,8 +119,15 @@ def read_model(path: str, weights: dict[str, str] | None = None, label: str = ""
     )
 
 
-def open_session(model: OnnxModel, options: onnxruntime.SessionOptions) -> onnxruntime.InferenceSession:
-    """Open a CPU session on a model. Raises ModelError when ONNX Runtime refuses it."""
+def open_session(
+    model: OnnxModel,
+    options: onnxruntime.SessionOptions,
+    providers: Sequence[str | tuple[str, dict[str, str]]] = ("CPUExecutionProvider",),
+) -> onnxruntime.InferenceSession:
+    """Open a session on a model, on the CPU unless other ``providers`` are named.
+
+    Raises ModelError when ONNX Runtime refuses it. ONNX Runtime falls back to the CPU in silence when it
+    can't load a provider: whoever asks for another one looks at ``get_providers`` afterwards."""
     import onnxruntime
 
     if model.weights:
@@ -131,7 +138,7 @@ def open_session(model: OnnxModel, options: onnxruntime.SessionOptions) -> onnxr
         )
     try:
         return onnxruntime.InferenceSession(
-            model.proto.SerializeToString(), options, providers=["CPUExecutionProvider"]
+            model.proto.SerializeToString(), options, providers=list(providers), enable_fallback=0
         )
     except Exception as error:  # ONNX Runtime has no public root of its error classes
         raise ModelError(

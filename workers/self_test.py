@@ -200,20 +200,25 @@ def _says_little(output: Array) -> bool:
 
 
 def _check_row(label: str, name: str, alone: Array, together: Array) -> None:
-    tolerance = _TOLERANCE.get(alone.dtype.name)
-    if tolerance is None:
-        is_equal = bool(np.array_equal(alone, together))
-        difference = "another value"
-    else:
-        a, b = alone.astype(np.float64), together.astype(np.float64)
-        finite = np.abs(a[np.isfinite(a)])
-        limit = tolerance * max(1e-6, float(finite.max()) if finite.size else 0.0)
-        is_equal = bool(np.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True))
-        differences = np.abs(a - b)
-        largest = float(np.max(differences, initial=0.0, where=np.isfinite(differences)))
-        difference = f"a difference of {largest:.3g} (limit {limit:.3g})"
-    if not is_equal:
+    what = difference(alone, together)
+    if what:
         raise ModelError(
             f"model {label}: output {name} of a frame depends on the other frames of its batch:"
-            f" {difference} against the frame run alone; set max_batch_size = 1 for this model"
+            f" {what} against the frame run alone; set max_batch_size = 1 for this model"
         )
+
+
+def difference(expected: Array, found: Array) -> str:
+    """Return in what way ``found`` differs from ``expected`` (same shape) beyond rounding, or nothing."""
+    tolerance = _TOLERANCE.get(expected.dtype.name)
+    if tolerance is None:
+        return "" if np.array_equal(expected, found) else "another value"
+    a, b = expected.astype(np.float64), found.astype(np.float64)
+    finite = np.abs(a[np.isfinite(a)])
+    limit = tolerance * max(1e-6, float(finite.max()) if finite.size else 0.0)
+    if np.allclose(a, b, rtol=0.0, atol=limit, equal_nan=True):
+        return ""
+    with np.errstate(invalid="ignore"):  # inf - inf
+        differences = np.abs(a - b)
+    largest = float(np.max(differences, initial=0.0, where=np.isfinite(differences)))
+    return f"a difference of {largest:.3g} (limit {limit:.3g})"

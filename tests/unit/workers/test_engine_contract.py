@@ -14,11 +14,16 @@ from pathlib import Path
 import hr_models
 import numpy as np
 import pytest
+from hr_gpu import RecordingDevice
 from numpy.typing import NDArray
 
 from headrace.errors import ClosedError, ModelError
 from headrace.protocol.messages import EmulatedCost, ImageInput, ModelSpec, SizeClassSpec
 from headrace.workers.cpu_engine import CpuEngine
+from headrace.workers.cuda.device import Device
+from headrace.workers.cuda.engine import CudaEngine, CudaSettings
+from headrace.workers.cuda.gate import Gate
+from headrace.workers.cuda.host_device import HostDevice
 from headrace.workers.emulated_engine import EmulatedEngine
 from headrace.workers.engine import (
     BatchOutputs,
@@ -38,10 +43,23 @@ LARGE = SizeClassSpec("large", 64, 64, 6)
 COLORS = ((10, 20, 30), (40, 50, 60), (70, 80, 90), (15, 25, 35), (45, 55, 65), (75, 85, 95))
 
 
-@pytest.fixture(params=["cpu", "emulated"])
+def _cuda(device: Device) -> Engine:
+    # As many slots as a test submits before it collects.
+    return CudaEngine(device, CudaSettings(slots=4), gate=Gate())
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "cpu": CpuEngine,
+    "emulated": EmulatedEngine,
+    "cuda-recorded": lambda: _cuda(RecordingDevice()),
+    "cuda-on-host": lambda: _cuda(HostDevice()),
+}
+
+
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
     """An engine with both models loaded and profiled by the thread of the test."""
-    engine: Engine = CpuEngine() if request.param == "cpu" else EmulatedEngine()
+    engine = ENGINES[request.param]()
     for key, classes in ((MEAN, (SMALL, LARGE)), (OTHER, (SMALL,))):
         spec, files = hr_models.image_spec(
             tmp_path / key.name,
@@ -86,7 +104,8 @@ def test_profile_lists_every_bucket_of_every_class(tmp_path: Path) -> None:
     spec, files = hr_models.image_spec(
         tmp_path, hr_models.mean_color(), SMALL, LARGE, emulated=EmulatedCost(1.0, 0.5)
     )
-    for engine in (CpuEngine(), EmulatedEngine()):
+    for make in ENGINES.values():
+        engine = make()
         engine.load(spec, files)
 
         profile = engine.profile(ModelKey("m", "1"))
@@ -304,7 +323,8 @@ def test_close_ends_a_waiting_collect(engine: Engine) -> None:
 
 def test_a_model_without_what_the_engine_needs_is_refused() -> None:
     """No file for the cpu engine, no cost for the emulated one: ModelError, and each names the model."""
-    with pytest.raises(ModelError, match="m:1"):
-        CpuEngine().load(hr_models.emulated_spec(SMALL), {})
+    for make in (ENGINES[name] for name in ENGINES if name != "emulated"):
+        with pytest.raises(ModelError, match="m:1"):
+            make().load(hr_models.emulated_spec(SMALL), {})
     with pytest.raises(ModelError, match="m:1"):
         EmulatedEngine().load(ModelSpec("m", "1", image=ImageInput(), size_classes=(SMALL,)), {})
