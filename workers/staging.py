@@ -132,6 +132,10 @@ class Stager:
         self._arenas = arenas or ArenaMappings(None)
         self.limits = limits
 
+    def use_pool(self, pool: BufferPool) -> None:
+        """Take buffers from another pool (other models were loaded); no batch may be inside."""
+        self._pool = pool
+
     def stage(self, batch: Batch, plan: StagingPlan) -> StagingResult:
         """Write every frame of ``batch`` into a buffer of its bucket.
 

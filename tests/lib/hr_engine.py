@@ -69,6 +69,9 @@ class GatedEngine:
     def bucket_for(self, model: ModelKey, size_class: str, count: int) -> int:
         return 8
 
+    def staging_pool(self) -> None:
+        return None
+
     def submit(self, batch: StagedBatch) -> None:
         self._note("submit")
         self.submitted.put(batch.batch)
@@ -89,6 +92,9 @@ class GatedEngine:
         if outputs is None:
             raise ClosedError("closed")
         return outputs
+
+    def has_result(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._finished.put(None)

@@ -94,8 +94,9 @@ class RecordedBlock:
 @dataclass
 class Faults:
     """What the device is to do wrong. ``on_capture`` runs inside each capture; ``fail_capture`` and ``stale``
-    hold rows of buckets whose capture fails, or whose replay answers the first input for ever; ``memory_rows``
-    is the largest batch that finds memory; ``dies_at_run`` counts runs until the device is lost."""
+    hold rows of buckets whose capture fails, or whose replay answers the first input for ever;
+    ``memory_rows`` is the largest batch that finds memory; ``dies_at_run`` counts runs until the device is
+    lost."""
 
     on_capture: Callable[[], None] | None = None
     fail_capture: set[int] = field(default_factory=set)

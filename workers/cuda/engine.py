@@ -55,6 +55,7 @@ from headrace.workers.measure import buckets_up_to
 from headrace.workers.model_io import ModelIO, describe
 from headrace.workers.onnx_model import read_model
 from headrace.workers.self_test import Batching
+from headrace.workers.staging import BufferPool
 
 log = structlog.get_logger()
 
@@ -168,7 +169,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             raise ModelError(f"model {loaded.label}: the device has no memory for it: {error}") from error
         return ModelProfile(model.name, model.version, classes, loaded.io.described, tuple(loaded.notes))
 
-    def staging_pool(self) -> StagingBlocks | None:
+    def staging_pool(self) -> BufferPool | None:
         """Return the pinned blocks that frames should be staged into; known once a model was profiled."""
         return self._staging
 
