@@ -98,7 +98,7 @@ class Subscriber:
         self._loop = SubscriberLoop(
             self.address,
             self._session,
-            sink or self._queue,
+            self._queue if sink is None else sink,
             put_all=self._queue.wake_readers,
             changed=self._notify,
             ended=self._take_end,
