@@ -146,6 +146,10 @@ class CpuEngine(EngineBase[_CpuModel, BatchOutputs]):
         ran_ns = time.perf_counter_ns() - started_ns
         self._finished.put(BatchOutputs(batch.batch, outputs, ran_ns, error))
 
+    def has_result(self) -> bool:
+        """Tell whether a run has ended: each does inside ``submit``."""
+        return not self._finished.empty()
+
     def collect(self) -> BatchOutputs:
         """Return the oldest submitted batch that was not collected yet, waiting for it."""
         return self._next()

@@ -118,6 +118,10 @@ class EmulatedEngine(EngineBase[_EmulatedModel, _Booked]):
         outputs = BatchOutputs(batch.batch, {OUTPUT_NAME: fingerprint}, cost_ns)
         self._finished.put(_Booked(outputs, self._free_at_ns))
 
+    def has_result(self) -> bool:
+        """Tell whether the time of all that was submitted has come."""
+        return self._free_at_ns <= self._clock()
+
     def collect(self) -> BatchOutputs:
         """Return the oldest submitted batch once its time has come."""
         booked = self._next()

@@ -1,9 +1,9 @@
 """The Engine seam: what a worker asks of whatever runs its models.
 
 An engine is owned by one thread, the device thread: every method is called from it alone, except
-``collect``, which the completion thread calls. Engines: ``cpu`` (ONNX Runtime), ``emulated`` (a latency
-model that sleeps), and later ``cuda``; one contract suite (tests/unit/workers/test_engine_contract.py)
-holds for all of them.
+``collect``, which the completion thread may call as well. Engines: ``cpu`` (ONNX Runtime), ``emulated`` (a
+latency model that sleeps), and later ``cuda``; one contract suite
+(tests/unit/workers/test_engine_contract.py) holds for all of them.
 
 Theory of operation: ``load`` -> ``profile`` (warms up and measures every bucket) -> any number of
 ``submit``/``collect`` pairs, first in first out -> ``close``. The staging buffer of a batch belongs to the
@@ -13,13 +13,16 @@ engine from ``submit`` until its ``collect`` returns, so that a device may read 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import LocalError
 from headrace.protocol.messages import ModelProfile, ModelSpec
+
+if TYPE_CHECKING:
+    from headrace.workers.staging import BufferPool
 
 
 class EngineMisuseError(LocalError):
@@ -108,6 +111,12 @@ class Engine(Protocol):
         """Return the smallest bucket that holds ``count`` rows."""
         ...
 
+    def staging_pool(self) -> BufferPool | None:
+        """Return the pool that batches should be staged in, None where any memory does.
+
+        Asked once all models are profiled; a batch staged elsewhere is taken too."""
+        ...
+
     def submit(self, batch: StagedBatch) -> None:
         """Start running a staged batch; returns before or after it is done, as the device has it.
 
@@ -119,6 +128,12 @@ class Engine(Protocol):
         """Return the oldest submitted batch that was not collected yet, waiting for it.
 
         Raises ClosedError once the engine is closed and nothing is left to collect."""
+        ...
+
+    def has_result(self) -> bool:
+        """Tell whether ``collect`` would return at once when only one batch is to be collected.
+
+        False is always right: the batch is then collected by another thread, which costs a hand-over."""
         ...
 
     def close(self) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import queue
 import threading
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from headrace.errors import ClosedError
 from headrace.protocol.messages import SizeClassSpec
 from headrace.workers.engine import EngineMisuseError, InputPlan, ModelKey, StagedBatch
+
+if TYPE_CHECKING:
+    from headrace.workers.staging import BufferPool
 
 
 @dataclass(slots=True)
@@ -67,6 +70,14 @@ class EngineBase(Generic[Loaded, Item]):
         raise EngineMisuseError(
             f"{model.name}:{model.version} {size_class}: {count} rows fit no bucket of {buckets}"
         )
+
+    def staging_pool(self) -> BufferPool | None:
+        """Return None: any memory does."""
+        return None
+
+    def has_result(self) -> bool:
+        """See Engine. An engine that can tell says more."""
+        return False
 
     def close(self) -> None:
         """Release the models; a waiting ``collect`` ends. Idempotent, and allowed from any thread."""

@@ -1,13 +1,14 @@
-"""Runs batches: a staging thread, a device thread and a completion thread, each with one queue before it.
+"""Runs batches: a device thread, and a staging and a completion thread that help it while it is busy.
 
 Not here: the connection to the broker (``process``), what is asked of the broker when (``worker_session``).
 
 Theory of operation::
 
-    run() -> [staging: frames into a buffer] -> [device: engine.submit] -> [completion: engine.collect,
-    adapters, Done] -> tell(BatchFinished)
+    run() -> stage: frames into a buffer -> engine.submit -> engine.collect -> adapters -> tell(BatchFinished)
 
-While one batch runs on the device the next is staged: with two slots the device never waits for a copy. The
+While one batch runs on the device the staging thread stages the next: with two slots the device never waits
+for a copy. A batch that finds nothing before it is staged by the device thread itself, and completed by it
+when nothing waits behind: handing a batch from thread to thread costs more than what many batches need. The
 device thread owns every call of the engine but ``collect`` and ``close``. A batch is in exactly one place
 and ends in exactly one BatchFinished, in whatever way: Done, Failed, or Failed ``cancelled`` when it was
 dropped before the device had it. The number of batches inside is bounded by the caller's slots, and
@@ -122,7 +123,10 @@ class Pipeline:
         self._stager = Stager(self._pool, limits or Limits(), self._arenas)
         self._served = _Served()
         self._lock = threading.Lock()
+        self._staging_lock = threading.Lock()  # stager and arenas have one owner at a time
         self._jobs: dict[int, _Job] = {}
+        self._ahead_count = 0  # batches that the device thread is not through with
+        self._completing_count = 0  # batches that the completion thread is not through with
         self._is_dead = False
         self._to_stage: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._to_device: queue.SimpleQueue[_Job | _Load | None] = queue.SimpleQueue()
@@ -156,7 +160,12 @@ class Pipeline:
         job = _Job(batch, self._clock())
         with self._lock:
             self._jobs[batch.batch] = job
-        self._to_stage.put(job)
+            is_first = self._ahead_count == 0
+            self._ahead_count += 1
+        if is_first:
+            self._to_device.put(job)
+        else:
+            self._to_stage.put(job)
 
     def drop(self, number: int) -> None:
         """Leave a batch out if the device does not have it yet."""
@@ -179,41 +188,47 @@ class Pipeline:
 
     def _stage_batches(self) -> None:
         while (job := self._next_to_stage()) is not None:
-            self._stage(job)
-        self._arenas.close()
+            if self._stage(job):
+                self._to_device.put(job)
+            else:
+                self._leave_device()
+        with self._staging_lock:
+            self._arenas.close()
 
     def _next_to_stage(self) -> _Job | None:
         """Wait for a batch; see to it meanwhile that no arena is kept after its producer."""
-        while len(self._arenas):
-            self._arenas.sweep()
+        while True:
+            with self._staging_lock:
+                self._arenas.sweep()
             with contextlib.suppress(queue.Empty):
                 return self._to_stage.get(timeout=SWEEP_S)
-        return self._to_stage.get()
 
-    def _stage(self, job: _Job) -> None:
+    def _stage(self, job: _Job) -> bool:
+        """Stage a batch; tell whether it is to be submitted. If not, its end was told."""
         batch = job.batch
         if job.place is _Place.DROPPED:
             self._fail(job, Code.CANCELLED, _CANCELLED)
-            return
+            return False
         job.plan = self._served.plans.get((batch.model, batch.version, batch.size_class))
         if job.plan is None:
             name = f"{batch.model}:{batch.version} {batch.size_class}"
             self._fail(job, Code.UNKNOWN_MODEL, f"this worker does not serve {name}")
-            return
+            return False
         try:
-            job.staging = self._stager.stage(batch, job.plan)
+            with self._staging_lock:
+                job.staging = self._stager.stage(batch, job.plan)
         except InvalidFrameError as error:
             self._fail(job, error.code, error.message)
-            return
+            return False
         except Exception:  # whatever numpy or OpenCV raise for a batch is the fate of that batch
             log.exception("staging failed", batch=batch.batch, frames_count=len(batch.frames))
             self._fail(job, Code.BATCH_FAILED, "the worker could not stage this batch; its log says why")
-            return
+            return False
         job.staged_ns = self._clock()
         if job.staging.batch is None:
             self._finish_done(job, (), 0)
-        else:
-            self._to_device.put(job)
+            return False
+        return True
 
     # -- device thread ---------------------------------------------------------------------------------
 
@@ -223,7 +238,9 @@ class Pipeline:
                 if isinstance(task, _Load):
                     self._load(task)
                 else:
-                    self._submit(task)
+                    if task.staging is not None or self._stage(task):
+                        self._submit(task)
+                    self._leave_device()
         finally:
             self._to_complete.put(None)
             if self._served.engine is not None:
@@ -252,7 +269,18 @@ class Pipeline:
         except DeviceError as error:
             self._die(ExitCode.DEVICE_LOST, str(error))
             return
+        with self._lock:
+            is_alone = self._completing_count == 0
+        if is_alone and self._to_device.empty() and engine.has_result():
+            self._collect(self._served, job)
+            return
+        with self._lock:
+            self._completing_count += 1
         self._to_complete.put((self._served, job))
+
+    def _leave_device(self) -> None:
+        with self._lock:
+            self._ahead_count -= 1
 
     def _load(self, task: _Load) -> None:
         try:
@@ -287,6 +315,8 @@ class Pipeline:
                 plans[key.name, key.version, name] = plan
             for note in profile.notes:
                 log.info("model note", model=f"{key.name}:{key.version}", note=note)
+        self._pool = engine.staging_pool() or BufferPool()
+        self._stager.use_pool(self._pool)
         self._served = _Served(engine, plans, adapters)
         return tuple(profiles)
 
@@ -294,16 +324,25 @@ class Pipeline:
 
     def _complete_batches(self) -> None:
         while (item := self._to_complete.get()) is not None:
-            served, job = item
-            assert served.engine is not None  # noqa: S101 - our own queue
-            try:
-                outputs = served.engine.collect()
-            except ClosedError:
+            if not self._collect(*item):
                 return
-            except DeviceError as error:
-                self._die(ExitCode.DEVICE_LOST, str(error))
-                return
-            self._complete(served, job, outputs)
+            with self._lock:
+                self._completing_count -= 1
+
+    # -- device or completion thread, one at a time ------------------------------------------------------
+
+    def _collect(self, served: _Served, job: _Job) -> bool:
+        """Collect and complete the oldest batch; False when nothing more can be collected."""
+        assert served.engine is not None  # noqa: S101 - our own queue
+        try:
+            outputs = served.engine.collect()
+        except ClosedError:
+            return False
+        except DeviceError as error:
+            self._die(ExitCode.DEVICE_LOST, str(error))
+            return False
+        self._complete(served, job, outputs)
+        return True
 
     def _complete(self, served: _Served, job: _Job, outputs: BatchOutputs) -> None:
         staging = job.staging
