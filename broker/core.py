@@ -142,6 +142,7 @@ class BrokerCore:
                 self.misbehaved_by_code[code] = self.misbehaved_by_code.get(code, 0) + 1
                 if peer is not None:
                     self._on_heard(events.PeerHeard(peer), now_ns, actions)
+                    self.life.misread(peer, code, now_ns, actions)
             case events.WorkerArrived(peer, hello):
                 self.life.arrive(peer, hello, now_ns, actions)
             case events.WorkerReady(peer, ready):

@@ -64,7 +64,8 @@ class PeerUnreachable:
 
 @dataclass(frozen=True, slots=True)
 class PeerMisbehaved:
-    """A peer sent a message that can't be read at all; it was told so. Counted by code."""
+    """A peer sent a message that can't be read at all; it was told so. Counted by code. A worker that has
+    batches is lost: it may have been the answer to one of them."""
 
     peer: bytes | None
     code: str

@@ -208,6 +208,24 @@ class WorkerLife:
         message = f"batch {batch.batch} was expected to take {expected_ms} ms and has taken {held_ms} ms"
         actions.append(RefusePeer(worker.peer, Code.WORKER_STUCK, message, is_worker=True))
 
+    def misread(self, peer: bytes, code: str, now_ns: int, actions: list[Action]) -> None:
+        """A peer said what can't be read; why, it has been told. A worker's may have been the answer to a
+        batch, which it believes to be over now: it is lost, and the batch's frames are tried elsewhere, alone, so
+        that one whose result nobody can read is named. Or it was a READY: it would wait for batches for ever.
+
+        A message of a type that has no place here was neither."""
+        worker = self._workers.by_peer.get(peer)
+        if worker is None or code == Code.UNEXPECTED_TYPE:
+            return
+        if worker.state is WorkerState.PREPARING:
+            message = f"what it said while it was prepared can't be read ({code})"
+            actions.append(RefusePeer(peer, Code.BAD_READY, message, is_worker=True))
+            actions.append(Report("worker refused", {"worker": worker.id, "reason": message}))
+        elif worker.in_flight:
+            self.lose(worker, f"unreadable with batches in flight: {code}", now_ns, actions)
+            message = "what it said can't be read while it had batches, which others get now: say hello again"
+            actions.append(RefusePeer(peer, Code.UNKNOWN_PEER, message, is_worker=True))
+
     def _remove(self, worker: Worker, now_ns: int, actions: list[Action]) -> None:
         self._dispatcher.pools.leave(worker)
         self._beats.stop(worker.pulse)

@@ -11,6 +11,7 @@ import msgpack
 import pytest
 import zmq
 
+from headrace.protocol import codec
 from headrace.protocol.messages import (
     Batch,
     Credit,
@@ -27,6 +28,7 @@ from headrace.protocol.messages import (
     Refused,
     Reject,
     Request,
+    Setup,
     SizeClassSpec,
     Status,
     TensorSpec,
@@ -334,6 +336,31 @@ def test_a_worker_that_does_not_read_is_noticed() -> None:
             server.join()
 
     assert (outcome.status, outcome.worker, outcome.attempt) == (Status.OK, "other", 2)
+
+
+def test_a_worker_whose_answer_can_not_be_read_loses_its_batch_at_once() -> None:
+    """It believes the batch to be over, so nobody would end it: it is told why, its frame goes to another
+    worker, and it is served again once it has introduced itself anew."""
+    with (
+        hb.running_broker() as broker,
+        hb.Listener(broker.endpoints, b"cam\0") as listener,
+        hb.Peer(zmq.DEALER, broker.endpoints.frames) as producer,
+        hb.Worker(broker.endpoints, "odd", slots=1) as odd,
+    ):
+        producer.send(hb.frames(hb.frame("cam", 0)))
+        batch = odd.expect(Batch)
+        header, *_ = codec.encode(Done(batch.batch, (FrameResult(Status.OK, outputs=1),)))
+        odd.socket.send_multipart([header, b"a payload that the header does not name"])
+
+        refusals = [odd.expect(Refused) for _ in range(2)]
+        with hb.Worker(broker.endpoints, "even", instance=2) as even:
+            hb.serve(even, 1)
+            (outcome,) = listener.outcomes(1)
+        odd.send(WorkerHello("odd", 1, "", "cpu", "emulated", "0"))
+        odd.expect(Setup)
+
+    assert [refused.code for refused in refusals] == ["part_count", "unknown_peer"]
+    assert (outcome.status, outcome.worker, outcome.attempt) == (Status.OK, "even", 2)
 
 
 def test_peers_that_say_goodbye_are_let_go() -> None:

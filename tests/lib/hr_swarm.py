@@ -118,7 +118,11 @@ class World:
         peer = rng.choice(busy)
         sent = self.held[peer].pop(rng.randrange(len(self.held[peer])))
         kind = rng.random()
-        if kind < 0.1:
+        if kind < 0.04:
+            self.drop(peer)
+            self.take(self.driver.send(events.PeerMisbehaved(peer, "bad_field")))
+            return
+        if kind < 0.14:
             code = rng.choice(("batch_failed", "shutdown"))
             self.take(self.driver.send(events.BatchFailed(peer, Failed(sent.batch.batch, code, "no"))))
             return

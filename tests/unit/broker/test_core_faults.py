@@ -934,13 +934,67 @@ class TestHeartbeats:
             * 2
         )
 
+    def test_unreadable_answer_loses_its_worker(self, driver: hr.CoreDriver) -> None:
+        """The batch would be in flight for good otherwise: its frames go to others, and the worker is told to
+        introduce itself again."""
+        driver.join_worker(b"w1", slots=1)
+        driver.push(*[hr.frame(f"s{number}") for number in range(2)])
+        driver.tick()
+
+        actions = driver.send(events.PeerMisbehaved(b"w1", "size_mismatch"))
+        driver.join_worker(b"w2")
+        again = hr.batches(driver.tick())
+
+        assert reports(actions) == ["worker lost"]
+        assert "size_mismatch" in str(hr.only(actions, act.Report)[0].values["reason"])
+        assert refusals(actions) == [(b"w1", "unknown_peer", True)]
+        assert [(one.peer, [each.stream for each in one.batch.frames]) for one in again] == [(b"w2", ["s0"])]
+
+    def test_frame_whose_result_nobody_can_read_is_named(self, driver: hr.CoreDriver) -> None:
+        """A user's adapter returns what no header can hold: it has an outcome after two attempts, its
+        neighbour a result."""
+        driver.push(hr.frame("s0"), hr.frame("s1"))
+        answered: list[act.Action] = []
+        for number in range(3):
+            driver.join_worker(b"w%d" % number)
+            for sent in hr.batches(driver.tick()):
+                if "s0" in [each.stream for each in sent.batch.frames]:
+                    driver.send(events.PeerMisbehaved(sent.peer, "message_too_large"))
+                else:
+                    answered += driver.done(sent)
+
+        assert hr.ends(driver.actions) == [("s0", 0, "error", "poison_frame"), ("s1", 0, "ok", "")]
+
+    @pytest.mark.parametrize(
+        ("code", "has_batch"), [("unexpected_type", True), ("bad_field", False)], ids=["readable", "idle"]
+    )
+    def test_misbehaviour_that_leaves_no_doubt_is_a_sign_of_life(
+        self, driver: hr.CoreDriver, code: str, has_batch: bool
+    ) -> None:
+        """A message of the wrong type was no answer, and an idle worker owes none."""
+        driver.join_worker(b"w1")
+        if has_batch:
+            driver.push(hr.frame())
+            driver.tick()
+
+        assert driver.send(events.PeerMisbehaved(b"w1", code)) == []
+
+    def test_unreadable_ready_is_a_bad_one(self, driver: hr.CoreDriver) -> None:
+        """Else the worker would wait for batches and the broker for its READY."""
+        driver.send(events.WorkerArrived(b"w1", hr.hello("w1")))
+
+        actions = driver.send(events.PeerMisbehaved(b"w1", "too_deep"))
+
+        assert refusals(actions) == [(b"w1", "bad_ready", True)]
+        assert reports(actions) == ["worker refused"]
+
     def test_silence_of_three_intervals_is_a_loss(self, driver: hr.CoreDriver) -> None:
         """Both roles; any message counts as a sign of life, also one that can't be read."""
         driver.join_worker(b"w1")
         driver.join_producer(b"p1")
         driver.push(hr.frame(seq=0))
         driver.wait(1_000)
-        driver.send(events.PeerMisbehaved(b"w1", "bad_field"))
+        driver.send(events.PeerMisbehaved(b"w1", "unexpected_type"))
         driver.push(BadFrame("bad_shape", "", "cam-1", 1, 1))
 
         early = driver.wait(2_999)
