@@ -168,6 +168,12 @@ def _shell_metrics(counters: Counters) -> Iterator[Metric]:
     yield _counter("published_messages", "Messages they were bundled into.", counters.published_message_count)
     yield _gauge("subscriptions", "Standing subscriptions.", counters.subscription_count)
     yield _counter("sends_unreachable", "Sends that found their peer gone.", counters.unreachable_count)
+    arenas = counters.arenas
+    yield _gauge("arenas", "Producers' shared memory that is open.", arenas.open_count)
+    yield _counter("arenas_reclaimed", "Shared memory of dead producers removed.", arenas.reclaimed_count)
+    yield _counter(
+        "payloads_inlined", "Payloads read from shared memory for other hosts.", arenas.inlined_count
+    )
     yield _counters("messages_received", "Messages taken in.", "socket", counters.received_count)
     yield _counters("connections_made", "Handshakes completed.", "socket", counters.connected_count)
     yield _counters("connections_lost", "Connections ended.", "socket", counters.disconnected_count)

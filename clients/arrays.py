@@ -7,7 +7,7 @@ gathered in C order, other byte orders are swapped, numpy scalars in ``meta`` be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,40 @@ def as_frame_array(image: object, *, name: str = "") -> npt.NDArray[np.generic]:
     if array.size == 0:
         raise InvalidFrameError(Code.EMPTY_PAYLOAD, f"{what}an empty array of shape {array.shape}")
     return np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+
+
+def frame_nbytes(shape: Sequence[int], dtype: npt.DTypeLike, max_bytes: int) -> int:
+    """Return the bytes of a frame of this form, before anything of that size is made.
+
+    Raises InvalidFrameError for what can't be sent, or is larger than ``max_bytes``.
+    """
+    try:
+        kind = np.dtype(dtype)
+    except TypeError:
+        raise InvalidFrameError(Code.BAD_DTYPE, f"dtype {dtype!r} is not a numpy dtype") from None
+    if kind.kind not in "uif" or kind.name not in FRAME_DTYPES:
+        raise InvalidFrameError(
+            Code.BAD_DTYPE, f"dtype {kind} is not supported; use one of {', '.join(sorted(FRAME_DTYPES))}"
+        )
+    axes = tuple(shape)
+    if not 1 <= len(axes) <= MAX_AXES:
+        raise InvalidFrameError(Code.BAD_SHAPE, f"an array of {len(axes)} axes; 1 to {MAX_AXES} can be sent")
+    nbytes = kind.itemsize
+    for axis in axes:
+        nbytes *= checked_int(axis, "shape", 1, max_bytes)
+    if nbytes > max_bytes:
+        raise InvalidFrameError(Code.FRAME_TOO_LARGE, f"{nbytes} bytes; the broker's limit is {max_bytes}")
+    return nbytes
+
+
+def new_array(
+    shape: Sequence[int], dtype: npt.DTypeLike, memory: memoryview | None
+) -> npt.NDArray[np.generic]:
+    """Return an array of a form that ``frame_nbytes`` has accepted, over ``memory`` if there is some."""
+    kind = np.dtype(dtype).newbyteorder("<")
+    if memory is None:
+        return np.empty(tuple(shape), kind)
+    return np.frombuffer(memory, kind).reshape(tuple(shape))
 
 
 def plain_meta(meta: Mapping[str, object] | None, *, max_bytes: int) -> tuple[dict[str, Value] | None, int]:

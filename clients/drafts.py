@@ -11,14 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Required, TypedDict, TypeVar
 
 import numpy as np
 
 from headrace.clients import arrays
 from headrace.clients.producer_session import FRAME_HEADER_BYTES
 from headrace.errors import Code, InvalidFrameError
-from headrace.protocol.messages import Buffer, Color, Encoding, Frame, Keep, Limits, TensorSpec, Value
+from headrace.protocol.messages import (
+    Buffer,
+    Color,
+    Encoding,
+    Frame,
+    Keep,
+    Limits,
+    Payload,
+    TensorSpec,
+    Value,
+)
 from headrace.protocol.per_frame import per_frame
 
 MAX_STREAM_BYTES = 128
@@ -73,13 +83,26 @@ class Draft:
     def nbytes(self) -> int:
         return self.form.nbytes
 
-    def frame(self, payload: Buffer, epoch: int, seq: int) -> Frame:
+    def frame(self, payload: Payload, epoch: int, seq: int) -> Frame:
         """Return the frame, with ``payload`` in place of the caller's memory."""
         form, words = self.form, self.words
         return Frame(
             words.stream, payload, form.nbytes, form.shape, form.dtype, form.encoding, words.color, seq,
             epoch, words.model, words.priority, words.ttl_ms, words.keep, self.pts_ns, self.meta, form.inputs,
         )  # fmt: skip
+
+
+class SlotOptions(TypedDict, total=False):
+    """What ``Producer.slot`` takes of the options of ``Producer.push``: all that say nothing of its array."""
+
+    stream: Required[str]
+    model: str
+    color: Color | str
+    priority: int
+    ttl_ms: int | None
+    keep: Keep | str
+    pts_ns: int | None
+    meta: Mapping[str, object] | None
 
 
 @dataclass(slots=True)

@@ -7,24 +7,31 @@ be sent (``arrays``).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import secrets
 import sys
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, Unpack
+
+import numpy as np
+import numpy.typing as npt
 
 from headrace import addresses
+from headrace.arena import SHM_FOLDER
 from headrace.clients import arrays
-from headrace.clients.drafts import Draft, Drafts
+from headrace.clients.drafts import Draft, Drafts, SlotOptions
+from headrace.clients.held import Held
+from headrace.clients.lane import DEFAULT_SHM_BYTES, Lane, LaneChoice
 from headrace.clients.producer_loop import ProducerLoop, Progress, Situation
 from headrace.clients.producer_session import ProducerSession
 from headrace.clients.records import FrameId, ProducerAccount
-from headrace.clients.sockets import snapshot
 from headrace.errors import (
     ClosedError,
     Code,
@@ -35,15 +42,23 @@ from headrace.errors import (
     UnreachableError,
 )
 from headrace.forks import forks
-from headrace.protocol.messages import Color, Encoding, Frame, Keep, Limits, ModelSpec, Reject
+from headrace.protocol.messages import (
+    Color,
+    Encoding,
+    Frame,
+    Keep,
+    Limits,
+    ModelSpec,
+    Payload,
+    Reject,
+    ShmRef,
+)
 
 _log = logging.getLogger("headrace.clients.producer")
 
 #: How long close() without a time limit goes on waiting while the broker is there but no frame ends.
 #: Long enough for a CPU worker that compiles a large model; it is a bound, not an expectation.
 STALL_LIMIT_S = 30.0
-
-_U64_MAX = 2**64 - 1
 
 
 class Producer:
@@ -66,6 +81,9 @@ class Producer:
         max_unfinished_frames: int = 1_024,
         max_unfinished_bytes: int = 256 * 1024 * 1024,
         linger_s: float = 2.0,
+        lane: LaneChoice | str = LaneChoice.AUTO,
+        shm_bytes: int = DEFAULT_SHM_BYTES,
+        shm_folder: str | os.PathLike[str] = SHM_FOLDER,
         on_reject: Callable[[Reject], None] | None = None,
         on_finished: Callable[[FrameId], None] | None = None,
     ) -> None:
@@ -77,16 +95,18 @@ class Producer:
             max_unfinished_frames: push() waits when so many frames have no known end (1 or more).
             max_unfinished_bytes: the same for their payload bytes.
             linger_s: how long close() waits for a broker that is not there.
+            lane: "auto" puts payloads into shared memory where the broker can read it (same host, same user)
+                and sends them inline else; "inline" always does the latter; "shm" never does.
+            shm_bytes: size of this producer's shared memory, taken whole when the broker is found.
+            shm_folder: where shared memory is; the broker's configuration (``shm.folder``) names the same.
             on_reject: called with each reject, in the producer's own thread: keep it short.
             on_finished: the same for each frame whose end is known.
 
-        Raises ConfigError for an address that can't be read.
+        Raises ConfigError for an address or a lane that can't be read.
         """
         self.address = addresses.normalise(address)
         self.epoch = secrets.randbits(64)
         self.linger_s = linger_s
-        self._max_frames = max_unfinished_frames
-        self._max_bytes = max_unfinished_bytes
         self._on_reject = on_reject
         self._on_finished = on_finished
         self._pid = os.getpid()
@@ -94,19 +114,22 @@ class Producer:
         self._drafts = Drafts()
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], None]] = []
-        self._next_seq: dict[str, int] = {}
-        self._tickets: dict[tuple[str, int], int] = {}
-        self._sent_count = 0
-        self._finished_count = 0
-        self._held_count = 0
-        self._held_bytes = 0
-        self._rejected: Counter[str] = Counter()
         self._progress = Progress((), {}, Situation(), 0, 0)
         self._failure: BaseException | None = None
         self._is_closing = False
         self._is_closed = False
-        session = ProducerSession(epoch=self.epoch, name=name, jitter=secrets.randbelow(1_000) / 1_000)
-        self._loop = ProducerLoop(self.address, session, report=self._take_progress, fail=self._take_failure)
+        self._lane = Lane(lane, shm_bytes, self.epoch, Path(shm_folder))
+        self._held = Held(self._lane, max_unfinished_frames, max_unfinished_bytes)
+        session = ProducerSession(
+            epoch=self.epoch,
+            name=name,
+            host_key=self._lane.host_key,
+            jitter=secrets.randbelow(1_000) / 1_000,
+            inlined=self._lane.inlined,
+        )
+        self._loop = ProducerLoop(
+            self.address, session, self._lane, report=self._take_progress, fail=self._take_failure
+        )
         self._loop.thread.start()
         atexit.register(self._close_at_exit)
 
@@ -156,11 +179,57 @@ class Producer:
             priority=priority, ttl_ms=ttl_ms, keep=keep, pts_ns=pts_ns, meta=meta, encoding=encoding,
         )  # fmt: skip
         nbytes = drafted.form.nbytes
-        self._reserve(nbytes, timeout)
+        slot = self._reserve(nbytes, timeout)
         try:
-            return self._submit(drafted, seq)
+            shape: tuple[int, ...] | None = drafted.form.shape
+            if slot is not None and drafted.form.encoding is not Encoding.RAW:
+                shape = self._lane.shape_in_slot(drafted.form.encoding, drafted.data)
+                if shape is None:
+                    self._lane.free(slot)
+                    slot = None
+            return self._submit(drafted, self._lane.fill(slot, drafted.data), seq, shape)
         except BaseException:
-            self._release(nbytes)
+            self._release(nbytes, slot)
+            raise
+
+    @contextlib.contextmanager
+    def slot(
+        self,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike = np.uint8,
+        *,
+        seq: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> Iterator[npt.NDArray[Any]]:
+        """Give out an array to write a frame into, and push it at the end of the block.
+
+        In shared memory the workers read it where it was written: a decoder that writes into the array has
+        saved a copy. Where there is no slot the array is ordinary memory, and the frame goes inline. Its
+        contents are undefined at first; it is not to be used after the block. A block that ends by an error
+        pushes nothing.
+
+        Args:
+            shape: of the array; all axes positive.
+            dtype: of the array, as frames have them.
+            seq: as in ``push``.
+            timeout: as in ``push``.
+            **options: stream, model, color, priority, ttl_ms, keep, pts_ns, meta, as in ``push``.
+
+        Raises what ``push`` raises.
+        """
+        self._check_usable()
+        nbytes = arrays.frame_nbytes(shape, dtype, self.limits.max_frame_bytes)
+        slot = self._reserve(nbytes, timeout)
+        try:
+            array = arrays.new_array(shape, dtype, None if slot is None else self._lane.view(slot))
+            drafted = self._drafts.draft(array, self.limits, **options)
+            yield array
+            array.flags.writeable = False
+            payload = slot if slot is not None else self._lane.fill(None, drafted.data)
+            self._submit(drafted, payload, seq, drafted.form.shape)
+        except BaseException:
+            self._release(nbytes, slot)
             raise
 
     def flush(self, timeout: float | None = None) -> ProducerAccount:
@@ -170,10 +239,10 @@ class Producer:
         """
         self._check_usable()
         with self._changed:
-            target = self._sent_count
+            target = self._held.sent_count
 
             def is_done() -> bool:
-                return self._failure is not None or self._oldest_ticket() > target
+                return self._failure is not None or self._held.oldest_ticket() > target
 
             if not self._changed.wait_for(is_done, timeout):
                 raise RequestTimeoutError(
@@ -205,12 +274,13 @@ class Producer:
             _log.warning("the producer's thread for %s did not end within 5 s", self.address)
         self._notify()
         with self._changed:
-            unfinished = len(self._tickets)
+            unfinished = self._held.unfinished_count
+            self._lane.close(is_abandoned=unfinished > 0)
             if unfinished:
                 raise NotDeliveredError(
                     f"{self._unfinished_text()} were not delivered to {self.address}{self._away_text()}",
                     unfinished=unfinished,
-                    delivered=self._finished_count,
+                    delivered=self._held.finished_count,
                 )
             return self._account()
 
@@ -245,7 +315,7 @@ class Producer:
         that can't be known any more."""
         with self._changed:
             self._check_failure()
-            return self._oldest_ticket() > sent
+            return self._held.oldest_ticket() > sent
 
     @property
     def boot(self) -> int | None:
@@ -254,7 +324,7 @@ class Producer:
 
     def is_unfinished(self, frame: FrameId) -> bool:
         """Tell whether a frame pushed here has no known end yet."""
-        return frame.epoch == self.epoch and (frame.stream, frame.seq) in self._tickets
+        return frame.epoch == self.epoch and self._held.is_unfinished(frame.stream, frame.seq)
 
     @property
     def is_connected(self) -> bool:
@@ -294,12 +364,7 @@ class Producer:
             self._progress = progress
             for finished in progress.finished:
                 frame = finished.frame
-                self._tickets.pop((frame.stream, frame.seq or 0), None)
-                self._held_count -= 1
-                self._held_bytes -= frame.nbytes
-                self._finished_count += 1
-                if finished.reject is not None:
-                    self._rejected[finished.reject.code] += 1
+                self._held.finish(frame.stream, frame.seq or 0, frame.nbytes, frame.payload, finished.reject)
             self._changed.notify_all()
         for finished in progress.finished:
             self._call_back(finished.frame, finished.reject)
@@ -326,73 +391,60 @@ class Producer:
 
     # -- pushing, step by step -----------------------------------------------------------------------
 
-    def _reserve(self, nbytes: int, timeout: float | None) -> None:
+    def _reserve(self, nbytes: int, timeout: float | None) -> ShmRef | None:
+        """Wait for room; return the slot that the payload goes into, None when it goes inline."""
         if timeout is None and threading.get_ident() == self._loop.thread.ident:
             timeout = 0.0  # waiting in the thread that makes room would be for ever
-        if nbytes > self._max_bytes:
+        held = self._held
+        if nbytes > held.max_bytes:
             raise InvalidFrameError(
-                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {self._max_bytes}"
+                Code.FRAME_TOO_LARGE, f"{nbytes} bytes; max_unfinished_bytes is {held.max_bytes}"
             )
         with self._changed:
             if not self._has_room(nbytes) and not self._changed.wait_for(
                 lambda: self._has_room(nbytes) or self._is_closing, timeout
             ):
                 raise RequestTimeoutError(
-                    f"no room for a frame of {nbytes} bytes within {timeout:g} s: {self._held_count} of"
-                    f" {self._max_frames} frames and {self._held_bytes} of {self._max_bytes} bytes are"
+                    f"no room for a frame of {nbytes} bytes within {timeout:g} s: {held.frames_count} of"
+                    f" {held.max_frames} frames and {held.nbytes} of {held.max_bytes} bytes are"
                     f" unfinished{self._away_text()}"
                 )
             self._check_failure()
             if self._is_closing:
                 raise ClosedError(f"the producer for {self.address} is closed")
-            self._held_count += 1
-            self._held_bytes += nbytes
+            return held.reserve(nbytes)
 
-    def _submit(self, drafted: Draft, seq: int | None) -> FrameId:
-        payload = snapshot(drafted.data)
+    def _submit(
+        self, drafted: Draft, payload: Payload, seq: int | None, shape: tuple[int, ...] | None
+    ) -> FrameId:
         with self._changed:
             stream = drafted.words.stream
-            number = self._take_seq(stream, seq)
-            self._sent_count += 1
-            self._tickets[stream, number] = self._sent_count
+            number = self._held.number(stream, seq, payload)
             # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
-            self._loop.submit(drafted.frame(payload, self.epoch, number), drafted.header_bytes)
+            frame = drafted.frame(payload, self.epoch, number)
+            if shape is not None and shape is not drafted.form.shape:
+                frame = replace(frame, shape=shape)
+            self._loop.submit(frame, drafted.header_bytes)
         return FrameId(stream, self.epoch, number)
 
     def _has_room(self, nbytes: int) -> bool:
-        return self._failure is not None or (
-            self._held_count < self._max_frames and self._held_bytes + nbytes <= self._max_bytes
-        )
+        return self._failure is not None or self._held.has_room(nbytes)
 
-    def _release(self, nbytes: int) -> None:
+    def _release(self, nbytes: int, slot: ShmRef | None) -> None:
         with self._changed:
-            self._held_count -= 1
-            self._held_bytes -= nbytes
+            self._held.release(nbytes, slot)
             self._changed.notify_all()
-
-    def _take_seq(self, stream: str, seq: int | None) -> int:
-        lowest = self._next_seq.get(stream, 0)
-        if seq is None:
-            seq = lowest
-        else:
-            seq = arrays.checked_int(seq, "seq", 0, _U64_MAX)
-            if seq < lowest:
-                raise InvalidFrameError(
-                    Code.SEQ_BACKWARDS, f"seq {seq} of stream {stream!r} follows {lowest - 1}; it must rise"
-                )
-        self._next_seq[stream] = seq + 1
-        return seq
 
     # -- closing and telling -------------------------------------------------------------------------
 
     def _wait_for_the_rest(self, timeout: float | None) -> None:
         started = last_end = time.monotonic()
         away_since: float | None = None
-        finished_count = self._finished_count
-        while self._held_count and self._failure is None and not self._is_closed:
+        finished_count = self._held.finished_count
+        while self._held.frames_count and self._failure is None and not self._is_closed:
             now = time.monotonic()
-            if self._finished_count > finished_count:
-                last_end, finished_count = now, self._finished_count
+            if self._held.finished_count > finished_count:
+                last_end, finished_count = now, self._held.finished_count
             away_since = None if self.is_connected else (away_since or now)
             if timeout is not None:
                 limit = started + timeout
@@ -404,23 +456,12 @@ class Producer:
                 return
             self._changed.wait(limit - now)
 
-    def _oldest_ticket(self) -> int:
-        return next(iter(self._tickets.values()), self._sent_count + 1)
-
     def _account(self) -> ProducerAccount:
         progress = self._progress
-        return ProducerAccount(
-            sent=self._sent_count,
-            finished=self._finished_count,
-            unfinished=self._sent_count - self._finished_count,
-            by_status=dict(progress.by_status),
-            rejected=dict(self._rejected),
-            resent=progress.resent,
-            sessions=progress.sessions,
-        )
+        return self._held.account(progress.by_status, progress.resent, progress.sessions)
 
     def _unfinished_text(self) -> str:
-        return f"{len(self._tickets)} of {self._sent_count} frames"
+        return f"{self._held.unfinished_count} of {self._held.sent_count} frames"
 
     def _away_text(self) -> str:
         situation = self._progress.situation

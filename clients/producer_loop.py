@@ -17,6 +17,7 @@ import zmq
 
 from headrace import addresses
 from headrace.clients import producer_session as ps
+from headrace.clients.lane import Lane
 from headrace.clients.sockets import GOODBYE_LINGER_MS, PRODUCER, Context, Link, Waker
 from headrace.errors import HeadraceError, RemoteProtocolError
 from headrace.protocol import codec
@@ -67,12 +68,14 @@ class ProducerLoop:
         self,
         address: str,
         session: ps.ProducerSession,
+        lane: Lane,
         *,
         report: Callable[[Progress], None],
         fail: Callable[[BaseException], None],
     ) -> None:
         self._address = address
         self._session = session
+        self._lane = lane
         self._report = report
         self._fail = fail
         # Appending and taking from the left are atomic; who orders the appends is the caller.
@@ -168,6 +171,7 @@ class ProducerLoop:
                 _log.warning("a message of the broker at %s can't be read: %s", link.endpoint, error)
                 continue
             if isinstance(message, Welcome):
+                self._lane.note_welcome(message.is_shm_possible)
                 self._situation = Situation(True, "", message.boot, message.limits, message.models)
             events.append(ps.MessageReceived(message))
         return events
@@ -210,7 +214,8 @@ class ProducerLoop:
         except HeadraceError as error:
             return self._carry_out(self._session.handle(ps.Disconnected(str(error)), time.monotonic_ns()))
         self._link.register(self._poller)
-        return self._carry_out(self._session.handle(ps.Connected(), time.monotonic_ns()))
+        connected = ps.Connected(self._lane.prepare(endpoints.host_key))
+        return self._carry_out(self._session.handle(connected, time.monotonic_ns()))
 
     def _close_link(self, linger_ms: int = 0) -> None:
         if self._link is not None:

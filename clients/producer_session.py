@@ -16,7 +16,7 @@ of the session, so what they say is added up when a session ends.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TypeAlias, assert_never
@@ -81,7 +81,10 @@ class FramesPushed:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """What Connect asked for has been done."""
+    """What Connect asked for has been done. ``arena``: this producer's shared memory, "" when the broker
+    found can't read it."""
+
+    arena: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +166,28 @@ class _Session:
     by_status: dict[str, int] = field(default_factory=dict)
 
 
+def _as_it_is(frame: Frame) -> Frame:
+    return frame
+
+
 class ProducerSession:
     """See the module. Invariants: a frame is kept until Finished is returned for it, once; in a session
     at most ``finished + credits`` frames were sent; the seqs of a stream are sent in ascending order.
     """
 
-    def __init__(self, *, epoch: int, name: str = "", host_key: str = "", jitter: float = 0.5) -> None:
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        name: str = "",
+        host_key: str = "",
+        jitter: float = 0.5,
+        inlined: Callable[[Frame], Frame] = _as_it_is,
+    ) -> None:
         """Args:
         epoch: the random u64 that names this run of the producer.
         jitter: 0..1, drawn by the caller: spreads the retries of many producers.
+        inlined: copies a payload out of shared memory, for a broker that can't read it there.
         """
         self.state = State.AWAY
         self.boot: int | None = None
@@ -180,6 +196,8 @@ class ProducerSession:
         self.resent_count = 0
         self.sessions_count = 0
         self._hello = Hello(epoch=epoch, name=name, host_key=host_key)
+        self._inlined = inlined
+        self._is_shm_open = False
         self._backoff = Backoff(jitter)
         self._kept: dict[tuple[str, int], _Kept] = {}
         self._by_stream: dict[str, dict[int, _Kept]] = {}
@@ -244,8 +262,8 @@ class ProducerSession:
         match event:
             case FramesPushed():
                 return [*self._keep(event, now_ns), *self._send_frames(now_ns)]
-            case Connected():
-                return self._greet(now_ns)
+            case Connected(arena):
+                return self._greet(arena, now_ns)
             case Disconnected(reason):
                 return self._go_away(reason, now_ns, is_closed=True)
             case MessageReceived(message):
@@ -282,13 +300,13 @@ class ProducerSession:
         text = f"a frame of {kept.frame.nbytes} bytes; the broker's limit is {limit}"
         return _reject_of(kept.frame, Code.FRAME_TOO_LARGE, text)
 
-    def _greet(self, now_ns: int) -> list[Action]:
+    def _greet(self, arena: str, now_ns: int) -> list[Action]:
         if self.state is not State.CONNECTING:
             return []
         self.state = State.GREETING
         self._heard_ns = self._said_ns = now_ns
         self._silence_ns = GREETING_TIMEOUT_NS
-        return [Send(self._hello)]
+        return [Send(replace(self._hello, arena=arena))]
 
     def _go_away(self, reason: str, now_ns: int, *, is_closed: bool) -> list[Action]:
         if self.state is State.AWAY:
@@ -346,6 +364,7 @@ class ProducerSession:
         self._heartbeat_ns = welcome.heartbeat_ms * MS
         self._silence_ns = self._heartbeat_ns * HEARTBEATS_MISSED
         self._session = _Session(credits=welcome.credits)
+        self._is_shm_open = welcome.is_shm_possible
         actions: list[Action] = []
         self._unsent = deque()
         for kept in tuple(self._kept.values()):
@@ -405,9 +424,11 @@ class ProducerSession:
             ready.append(kept)
         if ready:
             self._said_ns = now_ns
+        bundles = _bundles(ready, self.limits, is_shm_open=self._is_shm_open)
+        if self._is_shm_open:
+            return [Send(Frames(tuple(_aged(kept, now_ns) for kept in bundle))) for bundle in bundles]
         return [
-            Send(Frames(tuple(_aged(kept, now_ns) for kept in bundle)))
-            for bundle in _bundles(ready, self.limits)
+            Send(Frames(tuple(self._inlined(_aged(kept, now_ns)) for kept in bundle))) for bundle in bundles
         ]
 
 
@@ -426,13 +447,15 @@ def _aged(kept: _Kept, now_ns: int) -> Frame:
     return replace(frame, ttl_ms=max(1, frame.ttl_ms - (now_ns - kept.pushed_ns) // MS))
 
 
-def _bundles(ready: Iterable[_Kept], limits: Limits) -> list[list[_Kept]]:
+def _bundles(ready: Iterable[_Kept], limits: Limits, *, is_shm_open: bool) -> list[list[_Kept]]:
     """Split frames into messages that respect every limit, in order."""
     max_bytes = min(BUNDLE_BYTES, limits.max_message_bytes)
     bundles: list[list[_Kept]] = []
     count = total_bytes = header_bytes = 0
     for kept in ready:
-        payload_bytes = 0 if isinstance(kept.frame.payload, ShmRef) else kept.frame.nbytes
+        payload_bytes = kept.frame.nbytes
+        if is_shm_open and isinstance(kept.frame.payload, ShmRef):
+            payload_bytes = 0
         count += 1
         total_bytes += payload_bytes + kept.header_bytes
         header_bytes += kept.header_bytes

@@ -28,6 +28,8 @@ class ProducerAccount:
 
     ``by_status`` counts published outcomes by Status, ``rejected`` refused frames by code. A frame that
     ended while the connection was down may be known as finished without its status (``unknown``).
+    ``by_lane`` counts sent frames by how their payloads went ("inline", "shm"); ``arena_full`` those that
+    went inline because no slot in shared memory was free.
     """
 
     sent: int
@@ -37,6 +39,8 @@ class ProducerAccount:
     rejected: dict[str, int] = field(default_factory=dict)
     resent: int = 0
     sessions: int = 0
+    by_lane: dict[str, int] = field(default_factory=dict)
+    arena_full: int = 0
 
     @property
     def unknown(self) -> int:

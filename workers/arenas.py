@@ -49,7 +49,8 @@ class ArenaMappings:
         self._readers: dict[str, ArenaReader] = {}
         self._next_sweep_s = 0.0
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
         return len(self._readers)
 
     def reader(self, ref: ShmRef) -> ArenaReader:
