@@ -379,6 +379,14 @@ class WorkerSection(Section):
         ge=1,
         le=86_400_000,
     )
+    gpu_memory_mb: int | None = key(
+        None,
+        "MiB",
+        "Most that captured graphs with their buffers, and each session's arena, take of the GPU; what does"
+        " not fit runs without a graph. Left out = what the GPU has.",
+        ge=1,
+        le=1_048_576,
+    )
 
 
 class ShmSection(Section):

@@ -118,6 +118,7 @@ def to_worker_settings(
         parent_pid=parent_pid,
         grace_ms=worker.grace_ms,
         give_up_ms=worker.give_up_ms,
+        gpu_memory_mb=worker.gpu_memory_mb,
     )
 
 

@@ -7,8 +7,12 @@ error (microsoft/onnxruntime#23372: a session asked for CUDA quietly ran on the 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
 
 import structlog
 
@@ -30,7 +34,17 @@ class Device:
     make_engine: Callable[[], Engine]
 
 
-def choose_device(wanted: str, threads: int) -> Device:
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """What only a GPU asks. ``slots``: batches in flight. ``memory_mb`` None: no bound of ours.
+    ``cache_folder`` None: nothing is remembered from one process to the next."""
+
+    slots: int = 2
+    memory_mb: int | None = None
+    cache_folder: Path | None = None
+
+
+def choose_device(wanted: str, threads: int, gpu: GpuOptions | None = None) -> Device:
     """Return the device for ``--device``; ``threads`` is how many CPU threads one run may use.
 
     Raises ConfigError for an unknown word, DeviceError (with the reason) for a device that is not there.
@@ -41,11 +55,17 @@ def choose_device(wanted: str, threads: int) -> Device:
         case "cpu":
             return _cpu(threads)
         case "cuda":
-            raise DeviceError(
-                f"device cuda: {_why_no_cuda()}; use --device cpu, or --device auto to take what is there"
-            )
+            reason = why_no_cuda()
+            if reason:
+                raise DeviceError(
+                    f"device cuda: {reason}; use --device cpu, or --device auto to take what is there"
+                )
+            return _cuda(gpu or GpuOptions())
         case "auto":
-            log.warning("running on the CPU", reason=_why_no_cuda(), threads=threads)
+            reason = why_no_cuda()
+            if not reason:
+                return _cuda(gpu or GpuOptions())
+            log.warning("running on the CPU", reason=reason, threads=threads)
             return _cpu(threads)
         case _:
             raise ConfigError(f"device {wanted!r} is unknown; choose one of {', '.join(DEVICES)}")
@@ -69,12 +89,55 @@ def _emulated() -> Engine:
     return EmulatedEngine()
 
 
-def _why_no_cuda() -> str:
-    """Return why CUDA can't be used here."""
+def _cuda(options: GpuOptions) -> Device:
+    """Return the GPU that this process sees. torch first: ONNX Runtime finds the CUDA libraries it loads."""
+    from headrace.workers.cuda.engine import CudaEngine, CudaSettings
+    from headrace.workers.cuda.suspects import Suspects
+    from headrace.workers.cuda.torch_device import TorchDevice
+
+    device = TorchDevice()
+    settings = CudaSettings(
+        slots=max(2, options.slots),
+        memory_limit_bytes=None if options.memory_mb is None else options.memory_mb * 1024 * 1024,
+    )
+    path = None
+    if options.cache_folder is not None:
+        visible = re.sub(r"[^\w-]", "_", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
+        path = options.cache_folder / f"cuda-suspects-{visible}.json"
+
+    def make() -> Engine:
+        return CudaEngine(device, settings, suspects=Suspects(path))
+
+    return Device("cuda", device.name, make)
+
+
+def why_no_cuda() -> str:
+    """Return why CUDA can't be used here, with what would help; nothing when it can."""
     if importlib.util.find_spec("torch") is None:
         return "no CUDA: torch is not installed (pip install 'headrace[gpu]')"
-    import torch  # type: ignore[import-not-found,unused-ignore]
+    import torch
 
     if not torch.cuda.is_available():
         return "no CUDA device is visible"
-    return "this release has no cuda engine yet"
+    if importlib.util.find_spec("onnxruntime") is None:
+        return "no CUDA: ONNX Runtime is not installed (pip install 'headrace[gpu]')"
+    both = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
+    if len(both) == 2:
+        # They share one folder: whichever was installed last wins, and CUDA may be gone.
+        return (
+            "onnxruntime and onnxruntime-gpu are both installed (pip uninstall onnxruntime onnxruntime-gpu,"
+            " then pip install 'headrace[gpu]')"
+        )
+    import onnxruntime
+
+    if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
+        return "no CUDA: this ONNX Runtime was built without it (pip install 'headrace[gpu]')"
+    return ""
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -20,7 +20,7 @@ from headrace.protocol.messages import WorkerHello
 from headrace.signals import stopped_by_signals
 from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import silence_codecs
-from headrace.workers.devices import Device, choose_device
+from headrace.workers.devices import Device, GpuOptions, choose_device
 from headrace.workers.model_cache import default_cache_folder
 from headrace.workers.pipeline import Pipeline
 from headrace.workers.shell import WorkerShell
@@ -58,7 +58,10 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     """Put the parts of a worker together. ``device`` is chosen by ``settings.device`` when left out."""
     address = addresses.normalise(settings.address)
     threads = settings.threads or threads_per_worker(settings.workers_on_host)
-    device = device or choose_device(settings.device, threads)
+    cache = Path(settings.cache_dir).expanduser() if settings.cache_dir else default_cache_folder()
+    device = device or choose_device(
+        settings.device, threads, GpuOptions(settings.slots, settings.gpu_memory_mb, cache)
+    )
     hello = WorkerHello(
         worker=settings.worker_id or _new_id(),
         instance=secrets.randbits(64),
@@ -82,7 +85,7 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),
         address,
-        Path(settings.cache_dir).expanduser() if settings.cache_dir else default_cache_folder(),
+        cache,
         lambda tell: Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder)),
     )
 

@@ -16,6 +16,7 @@ class WorkerSettings:
     means: host, pid and a random number. ``cache_dir`` "" means: HEADRACE_CACHE or ~/.cache/headrace.
     ``shm_folder`` is where the producers' arenas are; None: frames come inline.
     ``parent_pid`` is the process to end with. ``give_up_ms`` without a broker end the worker (None: never).
+    ``gpu_memory_mb`` bounds what graphs and sessions take of a GPU (None: no bound of ours).
     """
 
     address: str = "127.0.0.1:5555"
@@ -29,3 +30,4 @@ class WorkerSettings:
     parent_pid: int | None = None
     grace_ms: int = 30_000
     give_up_ms: int | None = None
+    gpu_memory_mb: int | None = None
