@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from benchmarks.report import median
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the value that ``share`` (0 to 1) of the values do not exceed; NaN for no values."""
-    if not values:
-        return float("nan")
-    ordered = sorted(values)
-    # Nearest rank: always a value that was measured, never one between two.
-    return ordered[min(len(ordered) - 1, max(0, -(-round(share * len(ordered) * 1e6) // 1_000_000) - 1))]
+from headrace.clients.load.figures import percentile as percentile
 
 
 def spread(values: Sequence[float], digits: int = 0) -> str:
