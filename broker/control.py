@@ -1,4 +1,4 @@
-"""Answers to control requests: status, positions, replay, drain, fetch.
+"""Answers to control requests: status, positions, replay, drain, fetch, record.
 
 Each method checks its parameters one by one and names the one that is wrong. No answer is larger than a page:
 what does not fit is asked for again with the place where the last page ended. Not here: sockets.
@@ -13,6 +13,7 @@ from typing import TypeAlias
 from headrace.broker.core import BrokerCore
 from headrace.broker.journal import Journal
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
+from headrace.broker.recording import MAX_FRAMES_PER_PAGE, Recording
 from headrace.broker.status import MAX_STREAMS_PER_PAGE, page_of
 from headrace.errors import Code, RemoteError
 from headrace.protocol.messages import Limits, ReplayReply, Reply, Request, Value
@@ -55,6 +56,7 @@ class Control:
         info: BrokerInfo,
         request_drain: Callable[[bool], None],
         journal: Journal | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._core = core
         self._store = store
@@ -62,12 +64,14 @@ class Control:
         self._info = info
         self._request_drain = request_drain
         self._journal = journal
+        self._recording = recording or Recording()
         self._methods: dict[str, Callable[[Request, int], Reply | ReplayReply]] = {
             "status": self._status,
             "positions": self._positions,
             "replay": self._replay,
             "drain": self._drain,
             "fetch": self._fetch,
+            "record": self._record,
         }
 
     def answer(self, request: Request, now_ns: int) -> Reply | ReplayReply:
@@ -162,6 +166,12 @@ class Control:
             params.integer("nbytes", MAX_CHUNK_BYTES, 1, _MAX_U64),
         )
         return Reply(request.id, {"total": total}, payloads=(chunk,))
+
+    def _record(self, request: Request, now_ns: int) -> Reply:
+        params = _Checked(request.params, {"after", "max_frames"})
+        after = None if request.params.get("after") is None else params.integer("after", None, 0, _MAX_U64)
+        count = params.integer("max_frames", MAX_FRAMES_PER_PAGE, 1, MAX_FRAMES_PER_PAGE)
+        return Reply(request.id, self._recording.read(after, count, now_ns))
 
 
 class _Checked:

@@ -79,6 +79,11 @@ class CostTable:
         cell = self._cell(worker, model, version, size_class, count)
         return UNKNOWN_COST_NS if cell is None else cell.p99_ns()
 
+    def table(self, worker: str, model: str, version: str, size_class: str) -> list[tuple[int, float]]:
+        """Return (bucket, milliseconds) as they are known now, ascending; none without a profile."""
+        sizes, cells = self._buckets.get(worker, {}).get((model, version, size_class), ((), []))
+        return [(size, cell.mean_ns / 1e6) for size, cell in zip(sizes, cells, strict=True)]
+
     def forget(self, worker: str) -> None:
         """Drop everything known about a worker. Idempotent."""
         self._buckets.pop(worker, None)

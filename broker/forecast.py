@@ -65,8 +65,7 @@ class Forecast:
         rate = pool.frames_per_ns(now_ns)
         if rate == 0.0:
             return UNKNOWN_RETRY_MS
-        sizes = [service.max_batch_size for service in map(pool.service, pool.workers.values())]
-        return clamp_retry_ms(max(sizes) / rate)
+        return clamp_retry_ms(pool.largest_batch / rate)
 
 
 def clamp_retry_ms(wait_ns: float) -> int:

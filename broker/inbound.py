@@ -16,6 +16,7 @@ from headrace.broker.arenas import Arenas
 from headrace.broker.control import Control
 from headrace.broker.counters import Counters, count
 from headrace.broker.outbound import PREFIXES, Outbound
+from headrace.broker.recording import Recording
 from headrace.broker.sockets import Role, Socket, receive, receive_routed
 from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import codec
@@ -73,6 +74,7 @@ class Inbound:
         counters: Counters,
         tell: Callable[[events.Event, int], None],
         arenas: Arenas | None = None,
+        recording: Recording | None = None,
     ) -> None:
         self._sockets = sockets
         self._outbound = outbound
@@ -82,6 +84,7 @@ class Inbound:
         self._counters = counters
         self._tell = tell
         self._arenas = arenas or Arenas(None, "")
+        self._recording = recording or Recording()
         # Bound once: the level is checked without making a logger for each batch.
         self._log = log.bind()
         self._takers: dict[Role, Callable[[bytes, Message, int], None]] = {
@@ -126,6 +129,7 @@ class Inbound:
             self._report_misbehaved(Role.INTAKE, None, self._with_home(error), now_ns)
             return
         if isinstance(message, Frames):
+            self._record(message, now_ns)
             for frame in message.frames:
                 self._tell(events.FrameArrived(None, frame), now_ns)
 
@@ -144,6 +148,7 @@ class Inbound:
     def _take_from_producer(self, peer: bytes, message: Message, now_ns: int) -> None:
         match message:
             case Frames(frames):
+                self._record(message, now_ns)
                 for frame in frames:
                     self._tell(events.FrameArrived(peer, frame), now_ns)
             case Heartbeat():
@@ -155,6 +160,11 @@ class Inbound:
                 self._tell(events.ProducerLeft(peer), now_ns)
             case Discover():
                 self._outbound.introduce(peer)
+
+    def _record(self, message: Frames, now_ns: int) -> None:
+        if self._recording.is_on:
+            for frame in message.frames:
+                self._recording.note(frame, now_ns)
 
     def _take_from_worker(self, peer: bytes, message: Message, now_ns: int) -> None:
         match message:

@@ -32,6 +32,7 @@ from headrace.broker.journal import Journal
 from headrace.broker.model_store import ModelStore
 from headrace.broker.monitors import Monitors
 from headrace.broker.outbound import Outbound
+from headrace.broker.recording import Recording
 from headrace.broker.shell_settings import ShellSettings
 from headrace.broker.snapshot import Snapshots
 from headrace.broker.sockets import Role
@@ -86,9 +87,18 @@ class Shell:
         info = BrokerInfo(
             release, os.getpid(), {**{r.value: a for r, a in bound.addresses.items()}, "http": endpoints.http}
         )
-        control = Control(core, store, limits, info, self._drain_from_control, journal)
+        recording = Recording()
+        control = Control(core, store, limits, info, self._drain_from_control, journal, recording)
         self._inbound = Inbound(
-            bound.by_role, self._outbound, control, endpoints, limits, self.counters, self._tell, self._arenas
+            bound.by_role,
+            self._outbound,
+            control,
+            endpoints,
+            limits,
+            self.counters,
+            self._tell,
+            self._arenas,
+            recording,
         )
         self._monitors = Monitors(bound.context, bound.by_role, self.counters)
         self._wake_read, self.wake_write = os.pipe()

@@ -139,7 +139,18 @@ def _class(core: BrokerCore, served: ServedClass, now_ns: int) -> dict[str, Valu
         "expired": served.expired_count,
         "superseded": served.superseded_count,
         "turnaround_ms": served.turnaround_ns / _NS_PER_MS,
+        "run_ms": _run_ms(core, served),
     }
+
+
+def _run_ms(core: BrokerCore, served: ServedClass) -> list[Value]:
+    """Return [[bucket, milliseconds], ...] of one worker, the one that has served the class longest: what
+    `headrace simulate --profile` reads."""
+    worker = next(iter(core.dispatcher.pools.of(served).workers.values()), None)
+    if worker is None:
+        return []
+    table = core.costs.table(worker.id, served.model, served.version, served.spec.name)
+    return [[size, ms] for size, ms in table]
 
 
 def _worker(worker: Worker, now_ns: int) -> dict[str, Value]:

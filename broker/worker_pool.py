@@ -40,6 +40,7 @@ class ClassPool:
         self._busy: _Heap = []
         self._rate = 0.0
         self._rate_until_ns: int | None = None
+        self.largest_batch = 0  # of all workers, as of the last reckoning of the rate
 
     def service(self, worker: Worker) -> Service:
         """Return what a worker of this pool can do for the class."""
@@ -76,8 +77,10 @@ class ClassPool:
         if self._rate_until_ns is None or now_ns >= self._rate_until_ns:
             self._rate_until_ns = now_ns + _RATE_KEEP_NS
             self._rate = 0.0
+            self.largest_batch = 0
             for worker in self.workers.values():
                 service = self.service(worker)
+                self.largest_batch = max(self.largest_batch, service.max_batch_size)
                 if service.is_measured and (not worker.in_flight or now_ns < worker.overdue_ns):
                     self._rate += service.max_batch_size / max(service.cost_ns, 1)
         return self._rate

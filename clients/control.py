@@ -136,6 +136,10 @@ class Control:
             raise RemoteProtocolError(Code.BAD_FIELD, f"{self.address}: fetch did not return a chunk")
         return total, reply.payloads[0]
 
+    def record(self, params: Mapping[str, Value], timeout: float | None = None) -> dict[str, Value]:
+        """Return what has arrived at the broker since the last answer (docs/protocol.md, ``record``)."""
+        return self._reply("record", params, timeout).result
+
     # -- calling -------------------------------------------------------------------------------------
 
     def call(

@@ -115,8 +115,8 @@ class Costs:
             return self._default
         raise ConfigError(
             f"model {spec.name}, size class {size_class.name}: nothing says what a batch costs: give"
-            " --profile FILE (`headrace status --json` of a pool, or [[costs]] tables), --cost BASE+PER_FRAME,"
-            " or [models.emulated] in the configuration"
+            " --profile FILE (`headrace status --json` of a pool, or [[costs]] tables), --cost"
+            " BASE+PER_FRAME, or [models.emulated] in the configuration"
         )
 
 

@@ -55,6 +55,12 @@ def test_an_unknown_worker_has_the_default_cost(table: CostTable) -> None:
     assert table.p99_ns("x", "m", "1", "c", 1) == UNKNOWN_COST_NS
 
 
+def test_the_table_of_a_class_is_told(table: CostTable) -> None:
+    """Buckets with their milliseconds as they are known now; none for a worker without a profile."""
+    assert table.table("w", "m", "1", "c") == [(1, 2.0), (4, 5.0), (8, 9.0)]
+    assert table.table("other", "m", "1", "c") == []
+
+
 def test_a_profile_without_buckets_is_like_none() -> None:
     """A worker that measured nothing gets the default cost."""
     table = CostTable()
