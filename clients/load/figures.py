@@ -329,14 +329,12 @@ def _problems(result: StepResult, step: Step, plan: LoadPlan) -> Iterator[str]:
     counts = result.counts
     if counts.unfinished:
         limit = f"{plan.drain_limit_s:g} s after the last was sent"
-        yield f"{counts.unfinished:,} of {counts.sent:,} frames have no outcome {limit}"
+        yield f"{counts.unfinished:,} of {_many(counts.sent, 'frame')} have no outcome {limit}"
     if counts.missed > step.missed and not step.is_missed_unknown:
-        yield (
-            f"{counts.missed:,} frames ended but their outcomes were not seen; {step.missed:,} of them were"
-            " reported as missed"
-        )
+        missed = _many(counts.missed, "frame")
+        yield f"{missed} ended but no outcome was seen; {step.missed:,} were reported as missed"
     if step.sent != counts.sent:
-        yield f"the producers sent {step.sent:,} frames, {counts.sent:,} are in the list"
+        yield f"the producers sent {_many(step.sent, 'frame')}, {counts.sent:,} are in the list"
     if not (counts.unfinished or counts.missed or step.unknown or step.is_missed_unknown):
         for name, seen in (
             ("ok", counts.ok), ("error", counts.error), ("expired", counts.expired),
@@ -347,13 +345,17 @@ def _problems(result: StepResult, step: Step, plan: LoadPlan) -> Iterator[str]:
                 yield f"the broker told the producers of {told:,} {name}, {seen:,} were seen"
         told = sum(step.rejected.values())
         if told != counts.rejected:
-            yield f"the producers got {told:,} rejects, {counts.rejected:,} were seen as outcomes"
+            yield f"the producers got {_many(told, 'reject')}, {counts.rejected:,} were seen as outcomes"
     if step.duplicates:
-        yield f"{step.duplicates:,} outcomes came twice"
+        yield f"{_many(step.duplicates, 'outcome')} came twice"
     if step.strangers:
-        yield f"{step.strangers:,} outcomes are of frames that were never sent"
+        yield f"{_many(step.strangers, 'outcome')} came for frames that were never sent"
     if counts.sent and not counts.ok and not result.is_interrupted:
         yield "no frame ended ok"
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _notices(result: StepResult, step: Step) -> Iterator[Notice]:
