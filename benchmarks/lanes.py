@@ -7,6 +7,9 @@ from headrace.clients.producer import Producer
 INLINE = "inline"
 SHM = "shm"
 
+#: Holds 64 frames in flight of the largest size measured (1280x720x3).
+SHM_BYTES = 192 * 1024 * 1024
+
 
 def has_lane(lane: str) -> bool:
     """Tell whether producers can send by this lane."""
@@ -17,4 +20,6 @@ def producer_options(lane: str) -> dict[str, object]:
     """Return what a Producer is made with to use exactly this lane.
 
     Without shared memory there is one lane, and no option to choose it."""
-    return {"lane": lane} if has_lane(SHM) else {}
+    if not has_lane(SHM):
+        return {}
+    return {"lane": lane, "shm_bytes": SHM_BYTES} if lane == SHM else {"lane": lane}
