@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headrace.errors import DeviceError, LocalError
+from headrace.exit_codes import ExitCode
 from headrace.workers.onnx_model import OnnxModel
 
 #: Graph id of a run that is neither captured nor replayed. ONNX Runtime takes 0, its internal default, when
@@ -41,6 +42,8 @@ class RunFailedError(LocalError):
 
 class CudaFaultError(DeviceError):
     """The device failed. Its context is lost: nothing that it computed since can be trusted."""
+
+    exit_code: ClassVar[int] = ExitCode.DEVICE_LOST
 
 
 class Lane(StrEnum):

@@ -167,6 +167,9 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             classes = measure(loaded, self._slots, shapes)
         except OutOfMemoryError as error:
             raise ModelError(f"model {loaded.label}: the device has no memory for it: {error}") from error
+        except CudaFaultError as failure:
+            self._note_fault(self._slots.last_launched, failure)
+            raise
         return ModelProfile(model.name, model.version, classes, loaded.io.described, tuple(loaded.notes))
 
     def staging_pool(self) -> BufferPool | None:
@@ -277,7 +280,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             return
         wanted: list[Candidate] = []
         for each in candidates(loaded, shapes, self._settings.shares or {}):
-            reason = self._suspects.reason(self._key(loaded, each.bucket))
+            reason = self._suspects.reason(each.bucket.key)
             if reason:
                 each.bucket.why_plain = f"failed earlier: {reason}"
                 loaded.notes.append(
@@ -349,15 +352,8 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         where = "" if bucket is None else f" with {bucket.label}"
         self.fault = self.fault or f"device {self.device} failed{where}: {failure}"
         log.error("device failed", device=self.device, reason=self.fault)
-        if bucket is None or bucket.graph_id == PLAIN:
-            return
-        for loaded in self._models.values():
-            if bucket in loaded.buckets.values():
-                self._suspects.add(self._key(loaded, bucket), str(failure))
-
-    @staticmethod
-    def _key(loaded: CudaModel, bucket: Bucket) -> str:
-        return f"{loaded.file_hash[:16]} {bucket.label}"
+        if bucket is not None and bucket.graph_id != PLAIN:
+            self._suspects.add(bucket.key, str(failure))
 
 
 def _split(

@@ -104,7 +104,7 @@ class Capturer:
         """Capture one bucket; return why it must run plain, or nothing."""
         bucket, graph_id = candidate.bucket, self._next_id
         self._next_id += 1
-        self._note_attempt(bucket.label)
+        self._note_attempt(bucket.key)
         with self._gate.quiet(), self._device.range(f"capture {bucket.label}"):
             begun_ns, free_bytes = time.perf_counter_ns(), self._device.memory().free_bytes
             try:
@@ -124,7 +124,7 @@ class Capturer:
             if reason:
                 bucket.graph_id, bucket.captured = PLAIN, ()
                 self._check_alive(candidate, reason)
-        self._forget_attempt(bucket.label)
+        self._forget_attempt(bucket.key)
         return reason
 
     def _capture_and_compare(self, candidate: Candidate, graph_id: int) -> str:

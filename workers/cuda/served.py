@@ -21,6 +21,7 @@ from headrace.workers.cuda.slots import Bucket, Slots, make_bucket
 from headrace.workers.engine_base import ServedClass
 from headrace.workers.measure import buckets_up_to, measure_buckets
 from headrace.workers.model_io import ModelIO
+from headrace.workers.onnx_model import supported_versions
 from headrace.workers.self_test import (
     OPEN_AXIS_LENGTHS,
     Batching,
@@ -41,7 +42,8 @@ PROFILE_BUDGET_MS = 3000
 @dataclass(slots=True)
 class CudaModel:
     """One loaded model. ``buckets`` holds those with fixed addresses by (size class, rows); a model with open
-    shapes has none and runs host arrays. ``batching`` is None until ``profile`` has tested it."""
+    shapes has none and runs host arrays. ``open_length`` is one that such an axis runs with. ``batching`` is
+    None until ``profile`` has tested it."""
 
     label: str
     file_hash: str
@@ -51,6 +53,7 @@ class CudaModel:
     notes: list[str] = field(default_factory=list)
     batching: Batching | None = None
     buckets: dict[tuple[str, int], Bucket] = field(default_factory=dict)
+    open_length: int = OPEN_AXIS_LENGTHS[0]
     loose_runs: int = 0
 
     @property
@@ -86,12 +89,14 @@ def examine_batching(model: CudaModel) -> Batching:
     """Run the self-tests; raises ModelError when one fails or there is no memory for one row."""
     smallest = min(model.classes.values(), key=lambda c: c.size_class.height * c.size_class.width)
     wanted = 1 if model.io.has_open_shape else max(c.max_batch_size for c in model.io.classes)
+    if model.io.has_open_shape:
+        model.open_length = _open_length(model, smallest)
     subject = Subject(
         model.label,
         model.io.batch,
         tuple((output.name, output.shape) for output in model.io.model.outputs),
         smallest.plans,
-        OPEN_AXIS_LENGTHS[0] if not model.io.has_open_shape else _open_length(model, smallest),
+        model.open_length,
     )
 
     def run(rows: Rows) -> list[NDArray[np.generic]]:
@@ -153,15 +158,13 @@ def find_shapes(model: CudaModel, served: ServedClass, batching: Batching) -> li
 
 def make_buckets(device: Device, model: CudaModel, shapes: list[Shape], batching: Batching) -> list[Bucket]:
     """Allocate and bind the memory of every bucket. Raises OutOfMemoryError."""
+    runtime = f"onnxruntime {supported_versions().runtime}"
     for shape in shapes:
-        model.buckets[shape.size_class, shape.rows] = make_bucket(
-            device,
-            model.session,
-            f"{model.label} {shape.size_class} x{shape.rows}",
-            shape.rows,
-            (shape.layout_in, shape.layout_out),
-            batching.is_split,
-        )
+        label = f"{model.label} {shape.size_class} x{shape.rows}"
+        layouts = shape.layout_in, shape.layout_out
+        bucket = make_bucket(device, model.session, label, shape.rows, layouts, batching.is_split)
+        bucket.key = f"{model.file_hash[:16]} {label} {runtime}"
+        model.buckets[shape.size_class, shape.rows] = bucket
     return [model.buckets[shape.size_class, shape.rows] for shape in shapes]
 
 
@@ -200,7 +203,7 @@ def measure(model: CudaModel, slots: Slots, shapes: list[Shape]) -> tuple[ClassP
                 (rows, median(times_ns[rows]) / 1e6 if rows in times_ns else cost) for rows, cost in measured
             ]
         else:
-            row = probe_row(served.plans, 0)
+            row = probe_row(served.plans, 0, model.open_length)
 
             def run(rows: int, row: Rows = row) -> None:
                 model.run(join_rows([row] * rows))

@@ -64,7 +64,7 @@ class Usage:
 class Bucket:
     """One batch shape of one model at fixed addresses. Invariant: ``bound_in``, ``bound_out`` and ``binding``
     never change; ``graph_id`` is PLAIN until it is captured. ``is_split`` tells of each output whether it has
-    one row per frame."""
+    one row per frame; ``key`` names the bucket in another process too."""
 
     label: str
     rows: int
@@ -76,6 +76,7 @@ class Bucket:
     binding: Binding
     bound: tuple[BoundTensor, ...]
     is_split: tuple[bool, ...]
+    key: str = ""
     graph_id: int = PLAIN
     captured: tuple[BoundTensor, ...] = ()
     graph_bytes: int = 0
@@ -150,6 +151,7 @@ class Slots:
         self._streams = {lane: device.stream(lane) for lane in Lane}
         self._slots: list[Slot] = []
         self._in_bytes = self._out_bytes = 0
+        self.last_launched: Bucket | None = None
 
     def reserve(self, in_bytes: int, out_bytes: int) -> None:
         """Make every slot large enough, while none is taken. Slots are bound to no graph: they may move.
@@ -179,6 +181,7 @@ class Slots:
         Raises BrokenOrderError when replay would use other memory than the bucket's; else as Session.run."""
         device, bucket = self._device, slot.bucket
         assert bucket is not None  # noqa: S101 - taken by this thread
+        self.last_launched = bucket
         if bucket.captured and graph_id != PLAIN:
             _check_binding(bucket, graph_id)
         slot.is_replay = graph_id != PLAIN
