@@ -366,8 +366,9 @@ class Producer:
                 frame = finished.frame
                 self._held.finish(frame.stream, frame.seq or 0, frame.nbytes, frame.payload, finished.reject)
             self._changed.notify_all()
-        for finished in progress.finished:
-            self._call_back(finished.frame, finished.reject)
+        if self._on_reject is not None or self._on_finished is not None:
+            for finished in progress.finished:
+                self._call_back(finished.frame, finished.reject)
         self._notify()
 
     def _call_back(self, frame: Frame, reject: Reject | None) -> None:

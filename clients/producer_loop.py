@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -83,7 +83,6 @@ class ProducerLoop:
         self._is_asleep = False
         self._is_stopping = threading.Event()
         self._waker = Waker()
-        self._waker_ready = (self._waker.fileno(), zmq.POLLIN)
         self._context: Context = zmq.Context()
         self._poller = zmq.Poller()
         self._link: Link | None = None
@@ -125,16 +124,17 @@ class ProducerLoop:
 
     def _turn(self) -> None:
         self._is_asleep = True
-        ready = self._poller.poll(0 if self._inbox else self._poll_ms())
+        ready: dict[object, int] = dict(self._poller.poll(0 if self._inbox else self._poll_ms()))
         self._is_asleep = False
-        if self._waker_ready in ready:
+        if self._waker.fileno() in ready:
             self._waker.drain()
         now_ns = time.monotonic_ns()
         finished: list[ps.Finished] = []
-        for event in self._events():
+        events = self._events(ready)
+        for event in events:
             finished += self._carry_out(self._session.handle(event, now_ns))
         finished += self._carry_out(self._session.handle(ps.Tick(), now_ns))
-        self._tell(finished)
+        self._tell(finished, events)
 
     def _poll_ms(self) -> int:
         wakeup_ns = self._session.next_wakeup_ns()
@@ -143,12 +143,12 @@ class ProducerLoop:
         # Rounded up: waking a fraction of a millisecond early would spin until the time has come.
         return max(0, min(MAX_POLL_MS, -((time.monotonic_ns() - wakeup_ns) // 1_000_000)))
 
-    def _events(self) -> list[ps.Event]:
+    def _events(self, ready: Container[object]) -> list[ps.Event]:
         events: list[ps.Event] = []
         link = self._link
-        if link is not None:
+        if link is not None and (link.socket in ready or link.monitor in ready):
             events += self._read(link)
-            if link.is_lost():
+            if link.monitor in ready and link.is_lost():
                 self._close_link()
                 events.append(ps.Disconnected(f"the connection to {link.endpoint} was lost"))
         inbox = self._inbox
@@ -223,13 +223,15 @@ class ProducerLoop:
             self._link.close(linger_ms)
             self._link = None
 
-    def _tell(self, finished: list[ps.Finished]) -> None:
-        session = self._session
+    def _tell(self, finished: list[ps.Finished], events: list[ps.Event]) -> None:
+        session, told = self._session, self._situation
         if session.state is not ps.State.OPEN and (
             self._situation.is_connected or self._situation.away_reason != session.away_reason
         ):
             was = self._situation
             self._situation = Situation(False, session.away_reason, was.boot, was.limits, was.models)
+        if not finished and self._situation is told and all(type(each) is ps.FramesPushed for each in events):
+            return  # nothing but pushes: what is known of the frames' ends is the same
         self._report(
             Progress(
                 tuple(finished),

@@ -115,7 +115,8 @@ class Link:
 
     def is_lost(self) -> bool:
         """Read the monitor; tell whether the connection has gone (or was never made)."""
-        while not self._is_lost and self.monitor.poll(0):
+        # Not monitor.poll(0), for which pyzmq makes a poller each time.
+        while not self._is_lost and self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             event = recv_monitor_message(self.monitor)["event"]
             self._is_lost = bool(event & _LOST_EVENTS)
         return self._is_lost

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Protocol, assert_never
 
 import zmq
@@ -63,7 +63,6 @@ class SubscriberLoop:
         self._limits = Limits()
         self._is_stopping = threading.Event()
         self._waker = Waker()
-        self._waker_ready = (self._waker.fileno(), zmq.POLLIN)
         self._context: Context = zmq.Context()
         self._poller = zmq.Poller()
         self._links: tuple[Link, Link] | None = None
@@ -100,12 +99,12 @@ class SubscriberLoop:
             self._ended(failure)
 
     def _turn(self) -> None:
-        ready = self._poller.poll(self._poll_ms())
-        if self._waker_ready in ready:
+        ready: dict[object, int] = dict(self._poller.poll(self._poll_ms()))
+        if self._waker.fileno() in ready:
             self._waker.drain()
         state = self._session.state
         if self._links is not None and ready:
-            self._read(*self._links)
+            self._read(*self._links, ready)
             self._put_all()
         has_room = self._sink.has_room()
         self._handle(se.Tick(has_room))
@@ -120,8 +119,8 @@ class SubscriberLoop:
             return MAX_POLL_MS
         return max(0, min(MAX_POLL_MS, -((time.monotonic_ns() - wakeup_ns) // 1_000_000)))
 
-    def _read(self, results: Link, control: Link) -> None:
-        for _ in range(MAX_MESSAGES_PER_TURN):
+    def _read(self, results: Link, control: Link, ready: Container[object]) -> None:
+        for _ in range(MAX_MESSAGES_PER_TURN if control.socket in ready else 0):
             parts = control.receive()
             if parts is None:
                 break
@@ -145,7 +144,7 @@ class SubscriberLoop:
                 continue
             self._handle(se.Published(parts[0], published))
         for link in (results, control):
-            if self._links is not None and link.is_lost():
+            if self._links is not None and link.monitor in ready and link.is_lost():
                 self._close_links()
                 self._handle(se.Disconnected(f"the connection to {link.endpoint} was lost"))
 
