@@ -299,6 +299,7 @@ def test_a_request_whose_outcome_can_not_be_had_is_told_so(broker: BrokerThread,
     """The producer knows that the frame ended, the subscriber that its outcome was missed."""
     worker.gate.clear()
     with Client(broker.endpoints.frames) as client:
+        client._producer.wait_connected(10.0)
         future = client.submit(image(0))
         ((lane, seq), *_) = client._pending
         boot = broker.endpoints.boot
