@@ -55,7 +55,8 @@ class ClassView:
 
     The rest is filled in for policies that look ahead: ``due_ns`` is the earliest deadline of a waiting
     frame, ``run_ns`` the predicted run of all that waits, ``frames_per_ns`` the measured arrival rate,
-    ``has_rivals`` tells whether the same workers have another class's frames to run."""
+    ``rivals_ns`` the predicted run of one full batch of each other class that has frames for the same worker
+    (None: no other has)."""
 
     waiting_count: int
     oldest_ns: int
@@ -68,7 +69,7 @@ class ClassView:
     due_ns: int | None = None
     run_ns: int = 0
     frames_per_ns: float = 0.0
-    has_rivals: bool = False
+    rivals_ns: int | None = None
 
     def has_idle_worker_at(self, now_ns: int) -> bool:
         """True when a worker is idle, or will be before a batch could reach it."""
@@ -261,9 +262,10 @@ class DeferredPolicy:
     """Close at the latest moment at which the batch still meets its deadlines and the objective.
 
     That moment is the earliest deadline (or the objective of the oldest frame) less the predicted run of what
-    will have come by then and less its way. Waiting must be good for something: if no other class has frames
-    for the worker, or no further frame is expected by then, the batch closes at once. It never costs idle
-    time: while it waits, other classes go first, and if all of them wait, the most urgent one is run.
+    will have come by then, less a batch of each other class, less its way. Waiting must be good for
+    something: if no other class has frames for the worker, or no further frame is expected by then, the batch
+    closes at once. It never costs idle time: while it waits, other classes go first, and if all of them wait,
+    the most urgent one is run.
     """
 
     is_looking_ahead: ClassVar[bool] = True
@@ -277,7 +279,7 @@ class DeferredPolicy:
     def decide(self, view: ClassView, now_ns: int) -> Decision:
         """See BatchPolicy."""
         latest_ns = self._latest_ns(view)
-        self.window_ns = max(latest_ns - view.oldest_ns, 0) if view.has_rivals else 0
+        self.window_ns = 0 if view.rivals_ns is None else max(latest_ns - view.oldest_ns, 0)
         if not view.has_free_slot:
             return LookAgain(None)
         if view.waiting_count >= view.max_batch_size:
@@ -285,7 +287,7 @@ class DeferredPolicy:
         if not view.has_idle_worker_at(now_ns):
             return LookAgain(view.close_to_idle_ns)
         expected_count = view.frames_per_ns * (latest_ns - now_ns)
-        if view.has_rivals and expected_count >= 1.0:
+        if view.rivals_ns is not None and expected_count >= 1.0:
             return GiveWay(view.waiting_count, latest_ns)
         return CloseNow(view.waiting_count)
 
@@ -295,7 +297,8 @@ class DeferredPolicy:
             due_ns = min(due_ns, view.due_ns)
         # By then it may be full: reckoning with that leaves the batch a little early rather than late.
         run_ns = max(view.run_ns, view.full_ns) if view.frames_per_ns else view.run_ns
-        return due_ns - run_ns - view.lead_ns
+        # At its latest moment the others may be at theirs, and what runs can't be interrupted.
+        return due_ns - (view.rivals_ns or 0) - run_ns - view.lead_ns
 
     def observe(self, latencies_ns: Sequence[int], ran_ns: int, *, found_idle: bool) -> None:
         """See BatchPolicy: nothing is learned here; costs and rates are measured elsewhere."""

@@ -245,6 +245,11 @@ class Dispatcher:
         if not served.policy.is_looking_ahead:
             return view
         count = min(view.waiting_count, view.max_batch_size)
+        rivals_ns = [
+            rival.cost_ns
+            for rival in candidate.services.values()
+            if rival is not service and rival.served.queue
+        ]
         return replace(
             view,
             due_ns=queue.next_expiry_ns(),
@@ -252,10 +257,7 @@ class Dispatcher:
                 candidate.id, served.model, served.version, served.spec.name, count
             ),
             frames_per_ns=served.arrivals.frames_per_ns(queue.pushed_count, now_ns),
-            has_rivals=any(
-                other is not served and other.queue and other.index in candidate.services
-                for other in self._models.classes
-            ),
+            rivals_ns=sum(rivals_ns) if rivals_ns else None,
         )
 
     def _is_early(self, busy: Worker, now_ns: int) -> bool:

@@ -76,6 +76,7 @@ class _SnapshotCollector(Collector):
         yield from _class_metrics(status["classes"])
         yield from _worker_metrics(status)
         yield from _shell_metrics(self._snapshot.counters)
+        yield from _figure_metrics(self._snapshot)
         if self._snapshot.counters.journal is not None:
             yield from _journal_metrics(self._snapshot.counters.journal)
 
@@ -127,6 +128,8 @@ def _class_metrics(classes: list[Status]) -> Iterator[Metric]:
         "padding_waste": ("padding_waste_ratio", "Share of batched pixels that is padding, 0 to 1."),
         "oldest_wait_ms": ("oldest_wait_milliseconds", "How long the longest waiting frame has waited."),
         "workers": ("class_workers", "Workers that serve the size class."),
+        "window_ms": ("batch_window_milliseconds", "How long a frame may now wait for a fuller batch."),
+        "batch_limit": ("batch_limit_frames", "Largest batch that the policy makes now."),
     }
     for key, (name, text) in gauges.items():
         family = GaugeMetricFamily(f"headrace_{name}", text, labels=_CLASS_LABELS)
@@ -136,6 +139,7 @@ def _class_metrics(classes: list[Status]) -> Iterator[Metric]:
     for key, (name, text) in {
         "batches": ("batches", "Batches sent to workers."),
         "frames_batched": ("batched_frames", "Frames sent to workers."),
+        "promoted": ("promoted_frames", "Frames that rode in a batch of a larger size class."),
     }.items():
         total = CounterMetricFamily(f"headrace_{name}", text, labels=_CLASS_LABELS)
         for one in classes:
@@ -161,6 +165,19 @@ def _worker_metrics(status: Status) -> Iterator[Metric]:
     yield workers
     yield busy
     yield _counter("workers_lost", "Workers that went without a goodbye.", status["workers_lost"])
+
+
+def _figure_metrics(snapshot: Snapshot) -> Iterator[Metric]:
+    """Yield what workers tell of their devices, as gauges or, when the name says so, counters."""
+    families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+    for worker, name, label, value in snapshot.counters.figures.current(snapshot.taken_ns):
+        family = families.get(name)
+        if family is None:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            text = "Told by the worker; see docs/gpu.md."
+            family = families[name] = kind(f"headrace_worker_{name}", text, labels=["worker", "of"])
+        family.add_metric([worker, label], value)
+    yield from families.values()
 
 
 def _shell_metrics(counters: Counters) -> Iterator[Metric]:

@@ -35,7 +35,8 @@ class ServedClass:
     max_queue_size: int
     objective_ns: int
     may_ride: bool = False  # in a batch of a larger class of the model (promotion.py)
-    smaller: list[ServedClass] = field(default_factory=list)  # which may ride in this one's, largest first
+    smaller: list[ServedClass] = field(default_factory=list, repr=False)  # ride in its batches
+    kin: list[ServedClass] = field(default_factory=list, repr=False)  # where a frame of it may be
     arrivals: ArrivalRate = field(default_factory=ArrivalRate)
     suspects: SuspectLine = field(default_factory=SuspectLine)
     in_flight_count: int = 0
@@ -155,8 +156,12 @@ class ModelTable:
             )
             self.classes.append(served)
             model.classes[spec.name] = served
-        for served in model.classes.values():
-            served.smaller = _riding_classes(served, list(model.classes.values()))
+        classes = list(model.classes.values())
+        for served in classes:
+            served.smaller = _riding_classes(served, classes)
+        has_riders = any(served.smaller for served in classes)
+        for served in classes:
+            served.kin = classes if has_riders else [served]
 
 
 def _riding_classes(served: ServedClass, classes: list[ServedClass]) -> list[ServedClass]:

@@ -74,24 +74,27 @@ class Recovery:
         self, guilty: FrameRecord, served: ServedClass, now_ns: int, actions: list[Action]
     ) -> None:
         """End the waiting frames that hold the same bytes: each of them would take down workers too."""
-        payload = guilty.frame.payload
-        waiting = served.suspects.pop_all()
-        for record in waiting:
-            if not self._quarantine.has_same_content(record.frame.payload, payload):
-                served.suspects.push(record)
-        copies = [
-            record for record in waiting if self._quarantine.has_same_content(record.frame.payload, payload)
-        ]
-        for record in list(served.queue):
-            if self._quarantine.has_same_content(record.frame.payload, payload):
-                served.queue.remove(record)
-                copies.append(record)
+        copies = [copy for one in served.kin for copy in self._take_copies(guilty, one)]
         for record in sorted(copies, key=lambda record: record.number):
             message = (
                 f"its content is that of seq {guilty.seq} of stream {guilty.frame.stream}, which took down"
                 " workers"
             )
             self.end_waiting(record, End(Status.ERROR, Code.POISON_FRAME, message), now_ns, actions)
+
+    def _take_copies(self, guilty: FrameRecord, served: ServedClass) -> list[FrameRecord]:
+        payload = guilty.frame.payload
+        copies: list[FrameRecord] = []
+        for record in served.suspects.pop_all():
+            if self._quarantine.has_same_content(record.frame.payload, payload):
+                copies.append(record)
+            else:
+                served.suspects.push(record)
+        for record in list(served.queue):
+            if self._quarantine.has_same_content(record.frame.payload, payload):
+                served.queue.remove(record)
+                copies.append(record)
+        return copies
 
     def _end_known_poison(self, record: FrameRecord, now_ns: int, actions: list[Action]) -> bool:
         """End a frame that comes back from a worker and whose content was found guilty meanwhile."""

@@ -138,6 +138,11 @@ def _class(core: BrokerCore, served: ServedClass, now_ns: int) -> dict[str, Valu
         "oldest_wait_ms": 0.0 if oldest_ns is None else (now_ns - oldest_ns) / _NS_PER_MS,
         "expired": served.expired_count,
         "superseded": served.superseded_count,
+        "promoted": served.promoted_count,
+        "window_ms": served.policy.window_ns / _NS_PER_MS,
+        "batch_limit": served.spec.max_batch_size
+        if served.policy.size_limit is None
+        else served.policy.size_limit,
         "turnaround_ms": served.turnaround_ns / _NS_PER_MS,
         "run_ms": _run_ms(core, served),
     }

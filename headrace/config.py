@@ -149,11 +149,14 @@ def find_config(name: str) -> str:
     return str(preset(name))
 
 
+#: Keys of [queues] that a model and a size class may set for themselves.
+CLASS_KEYS = ("policy", "max_queue_delay_ms", "max_queue_size", "objective_ms", "promote")
+
+
 def class_policy(
     queues: QueuesSection, model: ModelSection, size_class: SizeClassSection | None
-) -> tuple[str, float, int]:
-    """Return (policy, max_queue_delay_ms, max_queue_size): the size class's own, else the model's, else
-    those of [queues]."""
+) -> dict[str, Any]:
+    """Return the values of CLASS_KEYS: the size class's own, else the model's, else those of [queues]."""
     owners = [owner for owner in (size_class, model) if owner is not None]
 
     def first(name: str) -> Any:
@@ -161,7 +164,7 @@ def class_policy(
             (value for owner in owners if (value := getattr(owner, name)) is not None), getattr(queues, name)
         )
 
-    return first("policy"), first("max_queue_delay_ms"), first("max_queue_size")
+    return {name: first(name) for name in CLASS_KEYS}
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from headrace import config, exit_codes
-from headrace.config_models import EmulatedSection, ImageSection, ModelSection, SizeClassSection
+from headrace.config_models import (
+    AutoOrNumber,
+    EmulatedSection,
+    ImageSection,
+    ModelSection,
+    SizeClassSection,
+)
 from headrace.config_schema import Config
 
 _INTRODUCTION = """\
@@ -85,11 +91,13 @@ def _unit(info: FieldInfo) -> str:
 
 def _range(info: FieldInfo) -> str:
     choices = _choices(info.annotation)
-    if choices:
+    constraints = [*info.metadata, *_constraints(info.annotation)]
+    or_auto = [', `"auto"`' for item in constraints if isinstance(item, AutoOrNumber)]
+    if choices and not or_auto:
         return ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
     bounds = {
         name: getattr(item, name)
-        for item in info.metadata
+        for item in constraints
         for name in ("ge", "gt", "le", "lt")
         if hasattr(item, name)
     }
@@ -98,7 +106,14 @@ def _range(info: FieldInfo) -> str:
     if low is None or high is None:
         return ""
     is_open = "gt" in bounds or "lt" in bounds
-    return f"{low:,} to {high:,}" + (" (ends excluded)" if is_open else "")
+    return f"{low:,} to {high:,}" + (" (ends excluded)" if is_open else "") + "".join(or_auto)
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    """Return what stands beside the types inside a union, such as ``Annotated[float, ...] | None``."""
+    return [
+        item for part in get_args(annotation) if get_origin(part) is Annotated for item in get_args(part)[1:]
+    ]
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

@@ -5,9 +5,18 @@ See ``headrace.config_schema`` for the rest and for the rules.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import core_schema
 
 from headrace.errors import ConfigError
 from headrace.protocol.peers import MAX_BATCH_SIZE
@@ -15,12 +24,37 @@ from headrace.protocol.peers import MAX_BATCH_SIZE
 #: Longest wait that can be asked of a batch or a heartbeat: one hour, far beyond any live use.
 MAX_WAIT_MS = 3_600_000
 
-Policy = Literal["adaptive", "window"]
+Policy = Literal["adaptive", "deferred", "window"]
+
+#: Longest objective that can be set: a day. Beyond it there is none.
+MAX_OBJECTIVE_MS = 86_400_000
 
 
 def key(default: Any, unit: str, why: str, **bounds: Any) -> Any:
     """Describe one key: its default (``...`` = required), its unit, why it is there and its bounds."""
     return Field(default, description=why, json_schema_extra={"unit": unit}, **bounds)
+
+
+@dataclass(frozen=True)
+class AutoOrNumber:
+    """Lets a number in a range or the word "auto" through, and words errors as for the number alone: a union
+    would name each of its branches."""
+
+    ge: float
+    le: float
+
+    def __get_pydantic_core_schema__(
+        self, _source: Any, _handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        number = core_schema.float_schema(strict=True, allow_inf_nan=False, ge=self.ge, le=self.le)
+        return core_schema.no_info_wrap_validator_function(
+            lambda value, check: value if value == "auto" else check(value),
+            number,
+            serialization=core_schema.plain_serializer_function_ser_schema(lambda value: value),
+        )
+
+
+Wait = Annotated[float | Literal["auto"], AutoOrNumber(0, MAX_WAIT_MS)]
 
 
 class Section(BaseModel):
@@ -85,9 +119,11 @@ class SizeClassSection(Section):
         " with its aspect kept and centred (`letterbox`).",
     )
     policy: Policy | None = key(None, "policy", "As in [queues]; left out = the model's.")
-    max_queue_delay_ms: float | None = key(
-        None, "ms", "As in [queues]; left out = the model's.", ge=0, le=MAX_WAIT_MS
+    max_queue_delay_ms: Wait | None = key(None, "ms", "As in [queues]; left out = the model's.")
+    objective_ms: float | None = key(
+        None, "ms", "As in [queues]; left out = the model's.", gt=0, le=MAX_OBJECTIVE_MS
     )
+    promote: bool | None = key(None, "on/off", "As in [queues]; left out = the model's.")
     max_queue_size: int | None = key(
         None, "frames", "As in [queues]; left out = the model's.", ge=0, le=100_000_000
     )
@@ -160,9 +196,11 @@ class ModelSection(Section):
     )
     emulated: EmulatedSection | None = key(None, "table", "Latency of the `emulated` device for this model.")
     policy: Policy | None = key(None, "policy", "As in [queues], for all size classes of this model.")
-    max_queue_delay_ms: float | None = key(
-        None, "ms", "As in [queues], for all size classes of this model.", ge=0, le=MAX_WAIT_MS
+    max_queue_delay_ms: Wait | None = key(None, "ms", "As in [queues], for all size classes of this model.")
+    objective_ms: float | None = key(
+        None, "ms", "As in [queues], for all size classes of this model.", gt=0, le=MAX_OBJECTIVE_MS
     )
+    promote: bool | None = key(None, "on/off", "As in [queues], for all size classes of this model.")
     max_queue_size: int | None = key(
         None, "frames", "As in [queues], for all size classes of this model.", ge=0, le=100_000_000
     )

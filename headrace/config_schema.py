@@ -11,7 +11,15 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace.config_models import MAX_WAIT_MS, ModelSection, Policy, Section, key
+from headrace.config_models import (
+    MAX_OBJECTIVE_MS,
+    MAX_WAIT_MS,
+    ModelSection,
+    Policy,
+    Section,
+    Wait,
+    key,
+)
 
 #: Smallest ``max_message_bytes``: ZeroMQ applies it to its own handshake too, and a broker that cuts
 #: its peers' handshakes is reachable for nobody (zeromq/libzmq#4436).
@@ -241,16 +249,40 @@ class AdmissionSection(Section):
 
 
 class QueuesSection(Section):
-    """How frames wait. The first three are defaults that a model or a size class may override."""
+    """How frames wait. The first five are defaults that a model or a size class may override."""
 
     policy: Policy = key(
         "adaptive",
         "policy",
-        "`adaptive`: a batch grows until a worker is idle. `window`: a"
-        " batch closes when full or when its oldest frame has waited `max_queue_delay_ms`.",
+        "`adaptive`: a batch grows until a worker is idle; its largest size, and a wait of at most"
+        " `max_queue_delay_ms`, are learned from how many frames miss `objective_ms` and from how busy the"
+        " workers are. `deferred`: a size class lets others go first until the last moment at which its"
+        " frames meet their deadlines and `objective_ms`; no worker idles for that. `window`: a batch closes"
+        " when full or when its oldest frame has waited `max_queue_delay_ms` and a worker is idle.",
     )
-    max_queue_delay_ms: float = key(
-        0.0, "ms", "Longest wait for more frames under policy `window`.", ge=0, le=MAX_WAIT_MS
+    max_queue_delay_ms: Wait = key(
+        0.0,
+        "ms",
+        "Longest wait for more frames while a worker is idle, under the policies `window` and `adaptive`."
+        ' `"auto"` = 2.5 times the measured run of a full batch, and no more than leaves room for two runs in'
+        " `objective_ms`.",
+    )
+    objective_ms: float = key(
+        50.0,
+        "ms",
+        "Time from received to done that 99 % of the frames should keep. The policies aim at it, and a full"
+        " batch of one size class goes before a partial one of another only while that keeps it. No frame"
+        " expires by it: that is `ttl_ms`.",
+        gt=0,
+        le=MAX_OBJECTIVE_MS,
+    )
+    promote: bool = key(
+        False,
+        "on/off",
+        "Waiting frames of a smaller size class ride in a batch of a larger one of the same model and `fit`"
+        " when that costs the worker no more than full batches of their own, by measured run times. Their"
+        " outcome names the larger class; coordinates stay those of the frame. For models whose results do"
+        " not depend on how much padding is around a frame.",
     )
     max_queue_size: int = key(
         1_024,

@@ -162,7 +162,7 @@ def _check_set_up(source: str, core: CoreSettings) -> None:
 
 
 def _policy(queues: QueuesSection, model: ModelSection, item: SizeClassSection | None) -> ClassPolicy:
-    return ClassPolicy(*class_policy(queues, model, item))
+    return ClassPolicy(**class_policy(queues, model, item))
 
 
 def _image_input(image: ImageSection) -> ImageInput:

@@ -235,9 +235,11 @@ def run(seed: int, make_driver: Callable[[CoreSettings], hr.CoreDriver] = hr.Cor
     rng = random.Random(seed)
     settings = hr.make_settings(
         policy=ClassPolicy(
-            policy=rng.choice(("adaptive", "window")),
-            max_queue_delay_ms=5,
+            policy=rng.choice(("adaptive", "deferred", "window")),
+            max_queue_delay_ms=rng.choice((0, 5, "auto")),
             max_queue_size=rng.choice((8, 100)),
+            objective_ms=rng.choice((5, 50)),
+            promote=rng.random() < 0.5,
         ),
         credits_per_producer=rng.choice((4, 32)),
         max_queued_per_stream=rng.choice((4, 100)),

@@ -15,6 +15,7 @@ from headrace.broker import events
 from headrace.errors import Code
 from headrace.protocol.messages import Batch, Done, Failed, Frame, Ready, Status
 from hr_sim.book import Result, Seen, Violation
+from hr_sim.models import may_ride
 
 if TYPE_CHECKING:
     from hr_sim.referee import Referee
@@ -115,6 +116,7 @@ class DispatchChecks:
             self._judge_hedge(frames, holder, where)
         else:
             self._dispatched_count += len(frames)
+        self._judge_riders(frames, batch, where)
         for seen, sent in zip(frames, batch.frames, strict=True):
             self._judge_frame(seen, sent, batch, where, now_ns)
         self._judge_priorities(frames, where, now_ns)
@@ -146,6 +148,22 @@ class DispatchChecks:
         budget += max(settings.hedge_burst_frames, self._largest_hedge)
         if self._hedged_count > budget + 1e-6:
             raise self._wrong(f"{where}: {self._hedged_count} frames hedged, {budget:.1f} may be", first)
+
+    def _judge_riders(self, frames: list[Seen], batch: Batch, where: str) -> None:
+        """Judge frames of smaller classes of the same model in this batch; they now belong to its class.
+
+        Whoever rides leaves nobody behind: no frame of its own class that has waited is left."""
+        key = (batch.model, batch.size_class)
+        riders = [seen for seen in frames if seen.class_key != key]
+        left = list(dict.fromkeys(seen.class_key for seen in riders))
+        for seen in riders:
+            if not may_ride(self._referee.settings, seen.class_key, key):
+                raise self._wrong(f"{where} holds a frame of {seen.class_key}", seen)
+            self.leave(seen)
+            seen.class_key = key
+        for old_key in left:
+            if any(self._by_priority.get(old_key, ())):
+                raise self._wrong(f"{where} took some of {old_key}, not all", riders[0])
 
     def _judge_frame(self, seen: Seen, sent: Frame, batch: Batch, where: str, now_ns: int) -> None:
         if seen.class_key != (batch.model, batch.size_class):
@@ -356,9 +374,10 @@ class DispatchChecks:
         """A frame was alone with the last worker that was lost with it: its content is refused from now on,
         and what waits of it ends, too."""
         self._referee.poison(guilty)
-        for seen in tuple(self._waiting.get(guilty.class_key, {}).values()):
-            if self._referee.is_poisoned(seen):
-                self.leave(seen)
+        for waiting in self._waiting.values():
+            for seen in tuple(waiting.values()):
+                if self._referee.is_poisoned(seen):
+                    self.leave(seen)
 
     def note_poisoned(self, seen: Seen, peer: bytes, number: int) -> None:
         """A frame has killed the worker that ran it: so often, and no more."""

@@ -43,7 +43,13 @@ def model_specs(options: Options) -> tuple[ModelSpec, ...]:
 
 def core_settings(options: Options) -> CoreSettings:
     """Return the settings of the broker's core for a seed."""
-    policy = ClassPolicy(options.policy, max_queue_delay_ms=5.0, max_queue_size=options.max_queue_size)
+    policy = ClassPolicy(
+        options.policy,
+        max_queue_delay_ms=options.max_queue_delay_ms,
+        max_queue_size=options.max_queue_size,
+        objective_ms=options.objective_ms,
+        promote=options.promote,
+    )
     return CoreSettings(
         models=tuple(ModelSettings(spec, {"": policy}) for spec in model_specs(options)),
         limits=Limits(max_frames_per_message=options.max_frames_per_message),
@@ -74,6 +80,19 @@ def expected_class(spec: ModelSpec, height: int, width: int) -> str | None:
     if spec.oversize is Oversize.REJECT:
         return None
     return max(spec.size_classes, key=lambda c: c.height * c.width).name
+
+
+def may_ride(settings: CoreSettings, key: tuple[str, str], larger_key: tuple[str, str]) -> bool:
+    """Return True when a frame of one class (model, name) may be in a batch of the other one.
+
+    The promise in its own words: promotion is on, the other class of the same model is larger both ways."""
+    for model in settings.models:
+        sides = {c.name: (c.height, c.width) for c in model.spec.size_classes}
+        policy = model.policies.get("") or ClassPolicy()
+        if model.spec.name == key[0] == larger_key[0] and policy.promote:
+            (height, width), (larger_height, larger_width) = sides[key[1]], sides[larger_key[1]]
+            return key != larger_key and height <= larger_height and width <= larger_width
+    return False
 
 
 def endpoints(boot: int) -> Endpoints:

@@ -7,7 +7,8 @@ pile up to what never happens when everything is always a little broken.
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Literal
 
 #: Faults of processes and connections: how many a second, when they are switched on.
 _RATES: dict[str, tuple[float, float]] = {
@@ -90,6 +91,9 @@ class Options:
     hedge_burst_frames: int
     rates: dict[str, float]
     shares: dict[str, float]
+    max_queue_delay_ms: float | Literal["auto"]
+    objective_ms: float
+    promote: bool
 
     def lines(self) -> str:
         """Return one option a line, for a failure."""
@@ -104,7 +108,7 @@ def draw(seed: int) -> Options:
     rates = {kind: _between(rng, span) for kind, span in _RATES.items() if rng.random() < share_on}
     shares = {kind: _between(rng, span) for kind, span in _SHARES.items() if rng.random() < share_on}
     low_us = rng.choice((10, 100, 1_000))
-    return Options(
+    options = Options(
         seed=seed,
         safety_ms=rng.choice((1_500, 3_000, 5_000)),
         is_encoded=rng.random() < 0.2,
@@ -149,7 +153,11 @@ def draw(seed: int) -> Options:
         hedge_burst_frames=rng.choice((1, 8)),
         rates=rates,
         shares=shares,
+        max_queue_delay_ms=rng.choice((0.0, 5.0, "auto")),
+        objective_ms=rng.choice((5.0, 50.0, 1_000.0)),
+        promote=rng.random() < 0.5,
     )
+    return replace(options, policy=rng.choice((options.policy, options.policy, "deferred")))
 
 
 def _between(rng: random.Random, span: tuple[float, float]) -> float:

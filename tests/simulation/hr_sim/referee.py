@@ -67,7 +67,7 @@ class Referee:
         self._deadlines: list[tuple[int, int]] = []
         self._specs = {spec.spec.name: spec.spec for spec in settings.models}
         self._arriving: Seen | None = None
-        self._poisons: set[tuple[tuple[str, str], bytes]] = set()
+        self._poisons: set[tuple[str, bytes]] = set()
 
     # -- the seam -----------------------------------------------------------------------------------
 
@@ -436,7 +436,7 @@ class Referee:
             self.dispatch.note_poisoned(seen, link.peer, number)
 
 
-def _content_of(seen: Seen) -> tuple[tuple[str, str], bytes]:
+def _content_of(seen: Seen) -> tuple[str, bytes]:
     payload = seen.frame.payload if isinstance(seen.frame, Frame) else b""
     assert not isinstance(payload, ShmRef)
-    return seen.class_key, bytes(payload)
+    return seen.class_key[0], bytes(payload)

@@ -56,13 +56,15 @@ def refusal(text: str = "", **variables: str) -> str:
         ('[broker]\nhost = ""', ["broker.host", "must not be empty"]),
         ("broker = 3", ["broker = 3", "[section]"]),
         ("[models]\nname = 'a'", ["models", "[[name]]"]),
-        ("[queues]\npolicy = 'greedy'", ["queues.policy", "'adaptive' or 'window'"]),
+        ("[queues]\npolicy = 'greedy'", ["queues.policy", "'adaptive', 'deferred' or 'window'"]),
         ("[queues]\nageing_share = 1.0", ["queues.ageing_share", "less than 1"]),
         ("[queues]\nageing_share = 0", ["queues.ageing_share", "more than 0"]),
         ("[queues]\nageing_share = nan", ["queues.ageing_share", "finite"]),
         ("[queues]\nmax_queue_delay_ms = inf", ["queues.max_queue_delay_ms", "finite"]),
         ("[queues]\nmax_queue_delay_ms = -1", ["queues.max_queue_delay_ms", "at least 0"]),
         ("[queues]\nmax_queue_delay_ms = '5'", ["queues.max_queue_delay_ms", "must be a number"]),
+        ("[queues]\nobjective_ms = 0", ["queues.objective_ms", "more than 0"]),
+        ("[queues]\npromote = 1", ["queues.promote", "true or false"]),
         ("[limits]\nmax_message_bytes = 100", ["limits.max_message_bytes = 100", "at least 65536"]),
         ("[limits]\nmax_frame_bytes = 999999999", ["max_frame_bytes", "larger than max_message_bytes"]),
         (
@@ -134,6 +136,16 @@ def test_waits_from_nothing_to_an_hour_are_taken(delay_ms: float) -> None:
     assert policy.max_queue_delay_ms == delay_ms
 
 
+def test_auto_survives_a_dump() -> None:
+    """A configuration handed to another process still says "auto"."""
+    loaded = load(MODEL + 'max_queue_delay_ms = "auto"')
+
+    again = config.load("f.json", text=config.dump(loaded.config), environment={})
+
+    assert again.config == loaded.config
+    assert again.config.models[0].size_classes[0].max_queue_delay_ms == "auto"
+
+
 def test_later_layers_override_earlier_ones_key_by_key() -> None:
     """Defaults, then file, then environment, then flags; what a layer leaves out stays."""
     loaded = config.load(
@@ -157,6 +169,8 @@ def test_later_layers_override_earlier_ones_key_by_key() -> None:
         ("LOG__LEVEL", "debug", "debug"),
         ("WORKER__COUNT", "3", 3),
         ("QUEUES__MAX_QUEUE_DELAY_MS", "2.5", 2.5),
+        ("QUEUES__MAX_QUEUE_DELAY_MS", "auto", "auto"),
+        ("QUEUES__MAX_QUEUE_DELAY_MS", '"auto"', "auto"),
         ("ADMISSION__DEFAULT_TIMEOUT_MS", "100", 100),
     ],
 )
@@ -213,13 +227,16 @@ max_queue_size = 10
 name = "m"
 path = "m.onnx"
 max_queue_size = 20
+objective_ms = 40.0
 [models.image]
 [[models.size_classes]]
 name = "own"
 height = 1
 width = 1
 policy = "adaptive"
+max_queue_delay_ms = "auto"
 max_queue_size = 30
+promote = true
 [[models.size_classes]]
 name = "none"
 height = 2
@@ -229,9 +246,9 @@ width = 2
     policies = config_settings.to_core_settings(load(text).config).models[0].policies
 
     assert policies == {
-        "": ClassPolicy("window", 7, 20),
-        "own": ClassPolicy("adaptive", 7, 30),
-        "none": ClassPolicy("window", 7, 20),
+        "": ClassPolicy("window", 7, 20, 40),
+        "own": ClassPolicy("adaptive", "auto", 30, 40, promote=True),
+        "none": ClassPolicy("window", 7, 20, 40),
     }
 
 
