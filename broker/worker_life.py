@@ -210,8 +210,8 @@ class WorkerLife:
 
     def misread(self, peer: bytes, code: str, now_ns: int, actions: list[Action]) -> None:
         """A peer said what can't be read; why, it has been told. A worker's may have been the answer to a
-        batch, which it believes to be over now: it is lost, and the batch's frames are tried elsewhere, alone, so
-        that one whose result nobody can read is named. Or it was a READY: it would wait for batches for ever.
+        batch, which it believes to be over: it is lost, and its frames are tried elsewhere, each alone, so
+        that one whose result nobody can read is named. Or it was a READY, and it would wait for ever.
 
         A message of a type that has no place here was neither."""
         worker = self._workers.by_peer.get(peer)

@@ -15,7 +15,7 @@ FIXED_SEEDS: dict[int, str] = {
     " (test_copy_of_poison_that_comes_back_is_not_run_again)",
     169: "the content of a poison frame that had expired before its worker was missed got a third worker"
     " (test_poison_that_expired_before_its_worker_was_missed_is_refused_too)",
-    1796070767099: "a worker was refused its id for good because a message that its killed predecessor had sent"
-    " before was read after its claim (test_only_the_number_of_the_probe_proves_life)",
+    1796070767099: "a worker was refused its id for good because a message that its predecessor had sent"
+    " before it was killed was read after its claim (test_only_the_number_of_the_probe_proves_life)",
     1796070766375: "the checker counted older aged frames of higher priorities as passes",
 }

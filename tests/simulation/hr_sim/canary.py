@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from headrace.broker.actions import SendReject
+from headrace.broker.actions import RefusePeer, SendReject
 from headrace.broker.admission import Admission
 from headrace.broker.batch_ends import BatchEnds
 from headrace.broker.dispatch import Dispatcher
@@ -28,15 +28,23 @@ from headrace.broker.stream_table import EpochHistory
 from headrace.broker.worker_life import WorkerLife
 from headrace.errors import Code
 from headrace.protocol.messages import Status
-from hr_sim.world import SimulationError, run_seed
+from hr_sim.options import draw
+from hr_sim.world import SimulationError, World
 
 #: name -> (class, method, what replaces it: a function of the original).
 CANARIES: dict[str, tuple[type, str, Callable[[Any], Any]]] = {}
 
 
-def _plant(owner: type, method: str) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+#: Faults switched on, as often a second, in the seeds of a canary whose bug needs several of them at once.
+RATES: dict[str, dict[str, float]] = {}
+
+
+def _plant(
+    owner: type, method: str, **rates: float
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     def add(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         CANARIES[make.__name__] = (owner, method, make)
+        RATES[make.__name__] = rates
         return make
 
     return add
@@ -59,14 +67,16 @@ def catch(name: str, seeds: int) -> tuple[int | None, str]:
 
     Only a promise that is broken counts, in a seed that passes without the bug."""
     for seed in range(seeds):
+        drawn = draw(seed)
+        options = replace(drawn, rates={**drawn.rates, **RATES[name]})
         with planted(name):
             try:
-                run_seed(seed)
+                World(options).run()
                 continue
             except SimulationError as error:
                 finding = str(error).partition("\n")[0]
                 cause = error.__cause__
-        run_seed(seed)
+        World(options).run()
         if isinstance(cause, TypeError):
             # The core has changed under the canary: it must be written anew.
             raise cause
@@ -312,14 +322,14 @@ def neighbours_blamed(original: Any) -> Any:
     return recover_failed
 
 
-@_plant(WorkerLife, "_claim_id")
+@_plant(WorkerLife, "_claim_id", worker_crash=4.0, broker_pause=1.0, partition=2.0)
 def stale_claim_kept(original: Any) -> Any:
     """As it was until seed 50: a worker killed twice within one probe was refused for good."""
 
     def claim_id(self: Any, peer: bytes, hello: Any, holder: Any, now_ns: int, actions: Any) -> None:
         claim = self._workers.claims.get(holder.id)
         if claim is not None and claim.hello.instance != hello.instance:
-            self._refuse_id(peer, holder, actions)
+            actions.append(RefusePeer(peer, Code.ID_IN_USE, "", is_worker=True))
         else:
             original(self, peer, hello, holder, now_ns, actions)
 
