@@ -29,7 +29,7 @@ from benchmarks.results import probe_result
 from benchmarks.stats import ratio_text, spread
 from benchmarks.virtual import VirtualPool, core_settings
 from headrace.broker.settings import ClassPolicy
-from headrace.config_schema import QueuesSection
+from headrace.config_queues import QueuesSection
 
 P99_MS = 50.0
 

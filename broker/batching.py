@@ -198,7 +198,8 @@ class AdaptivePolicy:
         self._max_size = max_batch_size
         self._size = max_batch_size
         self.window_ns = 0
-        self._begin()
+        self._frames_count = self._late_count = self._batches_count = self._idle_count = 0
+        self._largest = self._largest_ran_ns = 0
 
     @property
     def size_limit(self) -> int | None:

@@ -22,7 +22,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from headrace.config_models import ModelSection, SizeClassSection
-from headrace.config_schema import Config, QueuesSection
+from headrace.config_queues import QueuesSection
+from headrace.config_schema import Config
 from headrace.errors import ConfigError
 
 ENVIRONMENT_PREFIX = "HEADRACE_"

@@ -11,7 +11,8 @@ from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
 from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.config import LoadedConfig, class_policy
 from headrace.config_models import ImageSection, ModelSection, SizeClassSection
-from headrace.config_schema import Config, QueuesSection
+from headrace.config_queues import QueuesSection
+from headrace.config_schema import Config
 from headrace.errors import ConfigError, RemoteProtocolError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
