@@ -22,7 +22,7 @@ Image = npt.NDArray[np.uint8]
 
 #: All prepared frames together, about: more than any cache holds, as a camera's frames are.
 POOL_BYTES = 128 * 1024 * 1024
-MIN_POOL_FRAMES, MAX_POOL_FRAMES = 4, 64
+MIN_POOL_FRAMES, MAX_POOL_FRAMES = 2, 64
 
 #: Adapters that look for something in an image: with noise they would find nothing, or nonsense.
 _DETECTING_ADAPTERS = frozenset({"detect", "text"})
@@ -95,10 +95,12 @@ def noise(rng: np.random.Generator, size: Size) -> Image:
 
 def scene(rng: np.random.Generator, size: Size) -> Image:
     """Return shapes and, where OpenCV is installed, writing on a smooth ground: uint8 [height, width, 3]."""
-    across = np.linspace(0.0, 1.0, size.width)[None, :, None]
-    down = np.linspace(0.0, 1.0, size.height)[:, None, None]
-    from_color, to_color = rng.integers(60, 200, (2, 3))
-    image: Image = (from_color + (to_color - from_color) * (across + down) / 2).astype(np.uint8)
+    across = np.linspace(0.0, 0.5, size.width, dtype=np.float32)
+    down = np.linspace(0.0, 0.5, size.height, dtype=np.float32)
+    ground = across[None, :] + down[:, None]
+    image: Image = np.empty((size.height, size.width, 3), np.uint8)
+    for channel, (low, high) in enumerate(rng.integers(60, 200, (3, 2))):
+        image[:, :, channel] = low + (high - low) * ground
     for _ in range(_SHAPES_COUNT):
         height, width = (max(1, int(side * rng.uniform(0.05, 0.3))) for side in (size.height, size.width))
         top = int(rng.integers(0, max(1, size.height - height)))

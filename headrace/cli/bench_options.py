@@ -270,6 +270,11 @@ def _sizes(texts: tuple[str, ...], spec: ModelSpec, pool: Pool) -> tuple[tuple[S
             " yet): give --sizes"
         )
     for size, _ in sizes:
+        if size.height * size.width > pool.limits.max_pixels:
+            raise click.UsageError(
+                f"--sizes {size.name}: {size.height * size.width:,} pixels; the broker takes at most"
+                f" {pool.limits.max_pixels:,}"
+            )
         if fits and not any(size.height <= fit.height and size.width <= fit.width for fit in fits):
             names = ", ".join(fit.name for fit in fits)
             end = "rejected `oversize`" if spec.oversize == "reject" else "scaled down"

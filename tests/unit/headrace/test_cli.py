@@ -37,7 +37,19 @@ def _reset_logs() -> Iterator[None]:
     structlog.reset_defaults()
 
 
-COMMANDS = ["up", "broker", "worker", "push", "watch", "status", "demo", "simulate", "plan-classes", "record"]
+COMMANDS = [
+    "up",
+    "broker",
+    "worker",
+    "push",
+    "watch",
+    "status",
+    "demo",
+    "bench",
+    "simulate",
+    "plan-classes",
+    "record",
+]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
