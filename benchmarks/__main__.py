@@ -22,6 +22,7 @@ BENCHMARKS = (
     "scale",
     "profile",
     "journal",
+    "agreement",
 )
 
 

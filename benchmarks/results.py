@@ -32,4 +32,5 @@ def probe_result(
         "p999_ms": percentile(kept, 0.999),
         "largest_lag_ms": largest_lag_s * 1e3,
         "measured": len(kept),
+        "good": sum(latency <= question.get("objective_ms", float("inf")) for latency in kept),
     }

@@ -71,11 +71,11 @@ _WARM_UP_SHARE = 0.1
 )
 @click.option(
     "--pattern",
-    type=click.Choice(["cameras", "poisson", "bursts"]),
+    type=click.Choice(["cameras", "poisson", "bursts", "ramp"]),
     default="cameras",
     show_default=True,
     help="cameras: steady, each with its own phase; poisson: at random; bursts: at random, all streams"
-    " together three times as many for 0.2 s at a time.",
+    " together three times as many for 0.2 s at a time; ramp: at random, rising from nothing.",
 )
 @click.option("--ttl-ms", type=click.IntRange(1, 86_400_000), help="Time to live of the frames of --streams.")
 @click.option("--keep", type=click.Choice(["all", "latest"]), default="all", help="As in `headrace push`.")
@@ -245,21 +245,25 @@ class _Traffic:
 
     def source(self, seconds: float) -> Source:
         """Return the arrivals, anew."""
-        from headrace.planner.streams import Pattern, PatternSource, TraceSource
+        from headrace.clients.load.schedule import Pattern
+        from headrace.planner.streams import PatternSource, TraceSource
         from headrace.planner.trace_file import read_trace
 
         options = self.options
         if options["trace_path"] is not None:
             frames = read_trace(options["trace_path"])
             return TraceSource(frames, speed=options["speed"], seconds=seconds)
-        return PatternSource(
-            options["streams"],
-            options["fps"],
-            self.kinds,
-            seconds,
-            pattern=Pattern(options["pattern"]),
-            seed=options["seed"],
-        )
+        try:
+            return PatternSource(
+                options["streams"],
+                options["fps"],
+                self.kinds,
+                seconds,
+                pattern=Pattern(options["pattern"]),
+                seed=options["seed"],
+            )
+        except ValueError as error:  # fewer streams than sizes
+            raise click.UsageError(f"--size: {error}") from None
 
     def describe(self, seconds: float) -> str:
         """Say in a line what arrives."""

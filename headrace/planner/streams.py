@@ -9,32 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
 import numpy as np
 
+from headrace.clients.load.schedule import BURST_RATIO, BURST_S, CALM_S, Pattern, spread
 from headrace.planner.trace_file import TraceFrame, TraceKind
 
 #: Length of a block. At 300,000 frames a second it holds 75,000 arrivals.
 BLOCK_S = 0.25
 
-#: Bursts: a two-state Markov-modulated Poisson process, 3 times the calm rate while it bursts. A state lasts
-#: 0.2 s (burst) or 0.6 s (calm) on average, and all streams burst together. The mean is the rate asked for.
-BURST_RATIO = 3.0
-BURST_S, CALM_S = 0.2, 0.6
-
 #: Frames of a trace in one block.
 TRACE_BLOCK_FRAMES = 65_536
-
-
-class Pattern(StrEnum):
-    """CAMERAS: each stream at its own steady rate with a random phase. POISSON: at random. BURSTS: at random
-    with a rate that jumps."""
-
-    CAMERAS = "cameras"
-    POISSON = "poisson"
-    BURSTS = "bursts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +71,7 @@ class PatternSource:
         self._seconds = seconds
         self._pattern = pattern
         self._rng = np.random.default_rng(seed)
-        self._kind_of = _spread([share for _, share in kinds], count)
+        self._kind_of = np.array(spread([share for _, share in kinds], count))
 
     def blocks(self) -> Iterator[Block]:
         """See Source. To be read once."""
@@ -135,10 +121,14 @@ class PatternSource:
                 is_burst = not is_burst
                 state_s = float(self._rng.exponential(BURST_S if is_burst else CALM_S))
             length_s = min(BLOCK_S, state_s, left_s)
-            if self._pattern is Pattern.BURSTS:
-                yield length_s, calm * (BURST_RATIO if is_burst else 1.0)
-            else:
-                yield length_s, rate
+            middle_s = self._seconds - left_s + length_s / 2
+            match self._pattern:
+                case Pattern.BURSTS:
+                    yield length_s, calm * (BURST_RATIO if is_burst else 1.0)
+                case Pattern.RAMP:
+                    yield length_s, rate * middle_s / self._seconds
+                case _:
+                    yield length_s, rate
             left_s -= length_s
             state_s -= length_s
 
@@ -180,18 +170,3 @@ class TraceSource:
                 times, streams, kinds = [], [], []
         if times:
             yield Block(times, streams, kinds)
-
-
-def _spread(shares: Sequence[float], count: int) -> np.ndarray:
-    """Return the kind of each of ``count`` streams, the kinds interleaved in their shares.
-
-    By largest debt: each stream goes to the kind that is furthest behind its share, so that any first
-    part of the streams has the shares too."""
-    weights = np.array(shares, dtype=float) / sum(shares)
-    owed = np.zeros(len(shares))
-    chosen = np.empty(count, np.int64)
-    for number in range(count):
-        owed += weights
-        chosen[number] = int(np.argmax(owed))
-        owed[chosen[number]] -= 1.0
-    return chosen

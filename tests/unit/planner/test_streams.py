@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from headrace.planner.streams import Pattern, PatternSource, TraceSource
+from headrace.clients.load.schedule import Pattern
+from headrace.planner.streams import PatternSource, TraceSource
 from headrace.planner.trace_file import TraceFrame, TraceKind
 
 SMALL = TraceKind((8, 8, 3), 192)
@@ -44,6 +45,15 @@ def test_random_arrivals_have_the_mean_rate(pattern: Pattern) -> None:
     assert len(found) == pytest.approx(60_000, rel=0.15)
     assert found == sorted(found, key=lambda one: one[0])
     assert found[-1][0] < 60e9
+
+
+def test_a_ramp_rises_from_nothing() -> None:
+    """Half of the frames of a steady rate come, three quarters of them in the second half."""
+    found = arrivals(PatternSource(20, 50.0, [(SMALL, 1.0)], 40.0, pattern=Pattern.RAMP, seed=3))
+
+    assert len(found) == pytest.approx(20_000, rel=0.05)
+    late = sum(time_ns >= 20e9 for time_ns, _, _ in found)
+    assert late / len(found) == pytest.approx(0.75, abs=0.02)
 
 
 def test_bursts_come_closer_than_chance() -> None:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
+from headrace.clients.load.schedule import Pattern
 from headrace.planner.costs import Costs, Formula
-from headrace.planner.streams import Pattern, PatternSource, TraceSource
+from headrace.planner.streams import PatternSource, TraceSource
 from headrace.planner.trace_file import TraceFrame, TraceKind
 from headrace.planner.world import Overheads, Run, World
 from headrace.protocol.messages import ImageInput, ModelSpec, SizeClassSpec, Status
