@@ -113,6 +113,15 @@ class Link:
             with contextlib.suppress(KeyError):
                 poller.unregister(registered)
 
+    def descriptors(self) -> tuple[int, int]:
+        """Return what an owner can sleep on that leaves the socket to others meanwhile. They are signalled
+        once for all that came since the socket was last used: ask ``has_input`` before sleeping."""
+        return self.socket.fd, self.monitor.fd
+
+    def has_input(self) -> bool:
+        """Tell whether something can be received now, or the connection's end be read."""
+        return bool((self.socket.getsockopt(zmq.EVENTS) | self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
     def is_lost(self) -> bool:
         """Read the monitor; tell whether the connection has gone (or was never made)."""
         # Not monitor.poll(0), for which pyzmq makes a poller each time.

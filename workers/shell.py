@@ -2,15 +2,22 @@
 
 Not here: decisions (``worker_session``), batches (``pipeline``), signals and settings (``process``).
 
-Theory of operation: one thread owns the connection and the session. Everything that happens elsewhere (a
-discovery, a fetch, a finished batch, a stop) comes in through one queue and a wake-up. A turn reads the
-connection first and ticks last, so that a process that was stopped for a while finds what the broker sent
-meanwhile before it wonders about its silence.
+Theory of operation: whoever holds the turn lock owns the connection and the session. That is the I/O thread
+for each of its turns, and while it sleeps the pipeline's thread that has a finished batch: its Done leaves at
+once, where waking another thread for it took longer than sending it. Everything else that happens elsewhere (a
+discovery, a fetch, a stop) comes in through one queue and a wake-up. A turn reads the connection first and
+ticks last, so that a process that was stopped for a while finds what the broker sent meanwhile before it
+wonders about its silence.
+
+The I/O thread sleeps on the descriptors of its sockets, not on the sockets, which others may use meanwhile.
+ZeroMQ signals such a descriptor once for all that came since the socket was last looked at, so whoever used a
+socket looks whether there is something to read before the thread sleeps (again).
 """
 
 from __future__ import annotations
 
 import queue
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -78,6 +85,10 @@ class WorkerShell:
         self._events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self._waker = Waker()
         self._is_stopping = threading.Event()
+        self._turn_lock = threading.Lock()
+        self._asleep_until_ns: int | None = 0  # None: until something comes
+        self._poller = select.poll()
+        self._poller.register(self._waker.fileno(), select.POLLIN)
         self._context: Context = zmq.Context()
         self._limits = Limits()
         self._cache = ModelCache(cache_folder, should_stop=self._is_stopping.is_set)
@@ -90,7 +101,16 @@ class WorkerShell:
     def tell(self, event: ev.Event) -> None:
         """Hand an event to the session, from any thread."""
         self._events.put(event)
-        self._waker.wake()
+        if type(event) is not ev.BatchFinished or not self._turn_lock.acquire(blocking=False):
+            self._waker.wake()
+            return
+        try:
+            self._read_events()
+            must_wake = self._must_wake()
+        finally:
+            self._turn_lock.release()
+        if must_wake:
+            self._waker.wake()
 
     def request_stop(self) -> None:
         """Finish what is in the pipeline, then end ``run``. Safe in a signal handler."""
@@ -98,13 +118,14 @@ class WorkerShell:
 
     def run(self) -> int:
         """Serve until the session ends; return the exit code."""
-        poller = zmq.Poller()
-        poller.register(self._waker.fileno(), zmq.POLLIN)
         try:
-            self._feed(ev.Started())
+            with self._turn_lock:
+                self._feed(ev.Started())
             while self._exit is None:
-                self._turn(poller)
+                self._turn()
         finally:
+            with self._turn_lock:  # what a pipeline's thread has to say from here on finds no connection
+                self._disconnect(LINGER_MS)
             self._close()
         level = "info" if self._exit.code == ExitCode.OK else "error"
         getattr(log, level)("worker ended", reason=self._exit.reason, exit_code=self._exit.code)
@@ -112,26 +133,33 @@ class WorkerShell:
 
     # -- one turn --------------------------------------------------------------------------------------
 
-    def _turn(self, poller: zmq.Poller) -> None:
-        link = self._link
-        if link is not None:
-            link.register(poller)
-        poller.poll(self._poll_ms())
-        if link is not None:
-            link.unregister(poller)
-        self._waker.drain()
-        self._read_link()
-        self._read_events()
-        self._feed(ev.Tick())
+    def _turn(self) -> None:
+        with self._turn_lock:
+            timeout_ms = self._poll_ms()
+        ready = self._poller.poll(timeout_ms)
+        if ready and ready[0][0] == self._waker.fileno():
+            self._waker.drain()
+        with self._turn_lock:
+            self._read_link()
+            self._read_events()
+            self._feed(ev.Tick())
 
     def _poll_ms(self) -> int:
-        if not self._events.empty():
+        """Return how long to sleep, and note it: who changes that has to wake the thread."""
+        self._asleep_until_ns = wake_ns = self._session.next_wakeup_ns()
+        if not self._events.empty() or (self._link is not None and self._link.has_input()):
             return 0
-        wake_ns = self._session.next_wakeup_ns()
         if wake_ns is None:
             return MAX_POLL_MS
         # Rounded up: a poll that ends a fraction early would spin until the time has come.
         return min(MAX_POLL_MS, max(0, -(-(wake_ns - self._clock()) // 1_000_000)))
+
+    def _must_wake(self) -> bool:
+        """Tell whether the I/O thread has something to do before what it sleeps for."""
+        if self._exit is not None or self._link is None or self._link.has_input():
+            return True
+        wake_ns = self._session.next_wakeup_ns()
+        return wake_ns is not None and (self._asleep_until_ns is None or wake_ns < self._asleep_until_ns)
 
     def _read_link(self) -> None:
         for _ in range(MAX_MESSAGES_PER_TURN):
@@ -203,9 +231,14 @@ class WorkerShell:
             self._link = Link(self._context, WORKER, address, max_message_bytes=MAX_PART_BYTES)
         except UnreachableError as error:
             self._link_fault = str(error)
+        else:
+            for descriptor in self._link.descriptors():
+                self._poller.register(descriptor, select.POLLIN)
 
     def _disconnect(self, linger_ms: int = 0) -> None:
         if self._link is not None:
+            for descriptor in self._link.descriptors():
+                self._poller.unregister(descriptor)
             self._link.close(linger_ms)
             self._link = None
 
@@ -253,7 +286,6 @@ class WorkerShell:
 
     def _close(self) -> None:
         self._is_stopping.set()
-        self._disconnect(LINGER_MS)
         self._pipeline.close(timeout_s=0.2)
         for thread in self._helpers:
             thread.join(timeout=1.0)
