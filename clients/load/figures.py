@@ -118,6 +118,7 @@ class StepResult:
     counts: Counts
     rejected_by_code: dict[str, int]
     ended_by_code: dict[str, int]
+    by_lane: dict[str, int]
     measured_s: float
     offered_per_s: float
     achieved_per_s: float
@@ -176,6 +177,7 @@ def result_of(
         counts=_counts(lines, ledger, step),
         rejected_by_code=_codes(lines, ledger, {Status.REJECTED}),
         ended_by_code=_codes(lines, ledger, {Status.ERROR, Status.EXPIRED, Status.SUPERSEDED}),
+        by_lane=dict(step.by_lane),
         measured_s=span.length_s,
         offered_per_s=_ratio(len(measured) + unsent, span.length_s),
         achieved_per_s=_ratio(in_time, span.length_s),

@@ -9,7 +9,6 @@ schedule, and what the figures mean.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import secrets
 import threading
 import time
@@ -18,17 +17,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
+from headrace.clients.lane import LaneChoice
 from headrace.clients.load.ledger import Ledger
 from headrace.clients.load.payloads import Content, Payloads, Size
 from headrace.clients.load.schedule import Pattern, Schedule, draw, spread
 from headrace.clients.producer import Producer
 from headrace.clients.records import FrameId, ProducerAccount
 from headrace.clients.subscriber import Subscriber
-from headrace.errors import ConfigError, NotDeliveredError, RequestTimeoutError
+from headrace.errors import NotDeliveredError, RequestTimeoutError
 from headrace.protocol.messages import Encoding, Keep
 
 #: A frame that is later than this is not sent any more: whatever came of it would tell nothing of the pool.
@@ -50,14 +50,6 @@ LEAD_S = 0.05
 TAIL_LIMIT_S = 3.0
 
 CONNECT_TIMEOUT_S = 10.0
-
-
-class Lane(StrEnum):
-    """How payloads travel; ``auto`` leaves it to the producer."""
-
-    AUTO = "auto"
-    INLINE = "inline"
-    SHM = "shm"
 
 
 class Cause(StrEnum):
@@ -86,7 +78,7 @@ class LoadPlan:
     encoding: Encoding = Encoding.RAW
     content: Content = Content.NOISE
     producers_count: int = 4
-    lane: Lane = Lane.AUTO
+    lane: LaneChoice = LaneChoice.AUTO
     seed: int = 0
 
     @property
@@ -120,6 +112,7 @@ class Step:
     unknown: int = 0
     by_status: Counter[str] = field(default_factory=Counter)
     rejected: Counter[str] = field(default_factory=Counter)
+    by_lane: Counter[str] = field(default_factory=Counter)
     missed: int = 0
     is_missed_unknown: bool = False
     duplicates: int = 0
@@ -178,6 +171,7 @@ class Generator:
         step.unknown = after.unknown - before.unknown
         step.by_status = Counter(after.by_status) - Counter(before.by_status)
         step.rejected = Counter(after.rejected) - Counter(before.rejected)
+        step.by_lane = Counter(after.by_lane) - Counter(before.by_lane)
         step.missed = ledger.missed_count - missed
         step.is_missed_unknown = ledger.is_missed_unknown
         step.duplicates = ledger.duplicate_count - duplicates
@@ -295,14 +289,16 @@ class Generator:
             max_unfinished_frames=max(1, WINDOW_FRAMES // count),
             max_unfinished_bytes=WINDOW_BYTES // count,
             linger_s=0.0,
-            **_lane_option(self.plan.lane),
+            lane=self.plan.lane,
         )
 
     def _totals(self) -> ProducerAccount:
         accounts = [producer.account for producer in self._producers]
         by_status: Counter[str] = Counter()
         rejected: Counter[str] = Counter()
+        by_lane: Counter[str] = Counter()
         for account in accounts:
+            by_lane.update(account.by_lane)
             by_status.update(account.by_status)
             rejected.update(account.rejected)
         return ProducerAccount(
@@ -311,15 +307,8 @@ class Generator:
             unfinished=sum(account.unfinished for account in accounts),
             by_status=dict(by_status),
             rejected=dict(rejected),
+            by_lane=dict(by_lane),
         )
-
-
-def _lane_option(lane: Lane) -> dict[str, Any]:
-    if "lane" in inspect.signature(Producer).parameters:
-        return {"lane": lane.value}
-    if lane is Lane.SHM:
-        raise ConfigError("--lane shm: this release sends frames inline only")
-    return {}
 
 
 def _shuffled(values: tuple[int, ...], seed: int) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -69,7 +70,8 @@ class LoadReport:
 
     def findings(self) -> list[str]:
         """Return notices and problems, one line each."""
-        lines = [f"note: {_rate(s)}: {n.code}: {n.message}" for s in self.steps for n in s.notices]
+        lines = [self._lanes()]
+        lines += [f"note: {_rate(s)}: {n.code}: {n.message}" for s in self.steps for n in s.notices]
         lines += [f"problem: {text}" for text in self.all_problems()]
         if self.is_interrupted:
             lines.append("interrupted: the figures are of the part that ran")
@@ -77,6 +79,12 @@ class LoadReport:
             sent = sum(step.counts.sent for step in self.steps)
             lines.append(f"the account adds up: each of {sent:,} frames sent has exactly one end")
         return lines
+
+    def _lanes(self) -> str:
+        lanes = Counter[str]()
+        for step in self.steps:
+            lanes.update(step.by_lane)
+        return "payloads: " + (", ".join(f"{count:,} {lane}" for lane, count in lanes.items()) or "none")
 
     # -- tables --------------------------------------------------------------------------------------
 
@@ -218,6 +226,7 @@ def _step_json(step: StepResult) -> dict[str, object]:
         "account": step.counts.as_json(),
         "rejected_by_code": step.rejected_by_code,
         "ended_by_code": step.ended_by_code,
+        "by_lane": step.by_lane,
         "measured_s": finite(step.measured_s),
         "offered_per_s": finite(step.offered_per_s),
         "achieved_per_s": finite(step.achieved_per_s),

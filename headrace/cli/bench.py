@@ -94,7 +94,7 @@ def _ask_pool(address: str) -> Pool:
     addresses.discover(address)  # a wrong address is told soon
     with Control(address) as control:
         status = control.status()
-    with Producer(address, name="headrace bench") as producer:
+    with Producer(address, name="headrace bench", lane="inline") as producer:
         producer.wait_connected(CONNECT_TIMEOUT_S)
         return Pool(producer.models, producer.limits, status)
 

@@ -116,7 +116,7 @@ _OPTIONS = (
         type=click.Choice(["auto", "inline", "shm"]),
         default="auto",
         show_default=True,
-        help="How payloads get to the broker.",
+        help="How payloads get to the broker: in messages, or by shared memory; auto: so on one host.",
     ),
     click.option(
         "--producers",
@@ -168,7 +168,8 @@ class Pool:
 
 def build_plan(options: Mapping[str, Any], pool: Pool, seed: int) -> LoadPlan:
     """Return the plan that the options make for this pool. Raises UsageError."""
-    from headrace.clients.load.generator import Lane, LoadPlan
+    from headrace.clients.lane import LaneChoice
+    from headrace.clients.load.generator import LoadPlan
     from headrace.clients.load.payloads import Content, resolve
     from headrace.clients.load.schedule import MAX_FRAMES, Pattern
     from headrace.protocol.messages import Encoding, Keep
@@ -195,7 +196,7 @@ def build_plan(options: Mapping[str, Any], pool: Pool, seed: int) -> LoadPlan:
         encoding=encoding,
         content=resolve(Content(options["content"]), encoding, spec),
         producers_count=options["producers_count"],
-        lane=Lane(options["lane"]),
+        lane=LaneChoice(options["lane"]),
         seed=seed,
     )
     if max(plan.rates) * plan.step_s > MAX_FRAMES:

@@ -16,6 +16,7 @@ import structlog
 from hr_clients import AutoWorker
 
 from headrace import cli
+from headrace.clients.lane import LaneChoice
 from headrace.clients.load import generator as gen
 from headrace.clients.load.figures import NoticeCode, StepResult, result_of
 from headrace.clients.load.generator import Generator, LoadPlan
@@ -23,7 +24,7 @@ from headrace.clients.load.payloads import Content, Size
 from headrace.clients.load.schedule import Pattern
 from headrace.clients.producer import Producer
 from headrace.exit_codes import ExitCode
-from headrace.protocol.messages import Encoding, Frame, FrameResult, Keep, Oversize, Status
+from headrace.protocol.messages import Encoding, Frame, FrameResult, Keep, Oversize, SizeClassSpec, Status
 
 PLAN = LoadPlan(
     sizes=((Size(8, 8), 0.5), (Size(16, 12), 0.5)),
@@ -144,6 +145,17 @@ def test_frames_not_back_in_time_are_unfinished(broker: hb.BrokerThread) -> None
     assert counts.unfinished == counts.sent > 0
     assert elapsed_s < 10
     assert f"{counts.sent} of {counts.sent} frames have no outcome 0.3 s after" in result.problems[0]
+
+
+@pytest.mark.parametrize("lane", [LaneChoice.INLINE, LaneChoice.SHM])
+def test_frames_go_by_the_lane_that_was_asked_for(lane: LaneChoice) -> None:
+    """And are counted by it."""
+    settings = hb.broker_settings(hb.emulated_model("m", SizeClassSpec("large", 96, 96)))
+    with hb.running_broker(settings) as broker, AutoWorker(broker.endpoints):
+        result = load(broker.endpoints.frames, replace(PLAN, sizes=((Size(96, 96), 1.0),), lane=lane))
+
+    assert result.problems == ()
+    assert result.by_lane == {lane.value: result.counts.sent}
 
 
 def test_a_stop_ends_the_sending_and_keeps_the_account(broker: hb.BrokerThread) -> None:
