@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from headrace.broker.figures import WorkerFigures
+
 #: Kinds kept apart in one table of counts. All keys are our own fixed words; the bound guards against a
 #: mistake.
 MAX_KINDS = 256
@@ -54,6 +56,7 @@ class Counters:
     handshake_failed_count: dict[str, int] = field(default_factory=dict)
     journal: JournalCounts | None = None  # None without a journal
     arenas: ArenaCounts = field(default_factory=ArenaCounts)
+    figures: WorkerFigures = field(default_factory=WorkerFigures)  # what workers tell of their devices
 
 
 def count(table: dict[str, int], key: str, amount: int = 1) -> None:

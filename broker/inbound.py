@@ -33,6 +33,7 @@ from headrace.protocol.messages import (
     Message,
     Ready,
     Request,
+    Telemetry,
     WorkerHello,
 )
 
@@ -184,6 +185,9 @@ class Inbound:
                 self._tell(events.BatchFailed(peer, message), now_ns)
             case Ready():
                 self._tell(events.WorkerReady(peer, message), now_ns)
+            case Telemetry():
+                self._counters.figures.note(message, now_ns)
+                self._tell(events.PeerHeard(peer, is_worker=True), now_ns)
             case WorkerHello():
                 self._tell(events.WorkerArrived(peer, message), now_ns)
             case Goodbye():

@@ -27,11 +27,13 @@ DEVICES = ("auto", "cpu", "cuda", "emulated")
 @dataclass(frozen=True, slots=True)
 class Device:
     """A device that is there. ``engine`` and ``name`` are what status shows; ``make_engine`` may be called
-    again whenever the models change."""
+    again whenever the models change. ``figures`` tells of the device, from any one thread (None: nothing to
+    tell)."""
 
     engine: str
     name: str
     make_engine: Callable[[], Engine]
+    figures: Callable[[], dict[str, float]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def _emulated() -> Engine:
 def _cuda(options: GpuOptions) -> Device:
     """Return the GPU that this process sees. torch first: ONNX Runtime finds the CUDA libraries it loads."""
     from headrace.workers.cuda.engine import CudaEngine, CudaSettings
+    from headrace.workers.cuda.nvml import open_nvml
     from headrace.workers.cuda.suspects import Suspects
     from headrace.workers.cuda.torch_device import TorchDevice
 
@@ -105,10 +108,21 @@ def _cuda(options: GpuOptions) -> Device:
         visible = re.sub(r"[^\w-]", "_", os.environ.get("CUDA_VISIBLE_DEVICES", "0"))
         path = options.cache_folder / f"cuda-suspects-{visible}.json"
 
-    def make() -> Engine:
-        return CudaEngine(device, settings, suspects=Suspects(path))
+    engines: list[CudaEngine] = []  # the one that serves
 
-    return Device("cuda", device.name, make)
+    def make() -> Engine:
+        engines[:] = [CudaEngine(device, settings, suspects=Suspects(path))]
+        return engines[0]
+
+    nvml = open_nvml(device.uuid)
+
+    def figures() -> dict[str, float]:
+        found = nvml.figures() if nvml is not None else {}
+        for engine in engines:
+            found |= engine.figures()
+        return found
+
+    return Device("cuda", device.name, make, figures)
 
 
 def why_no_cuda() -> str:

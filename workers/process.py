@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -24,7 +25,9 @@ from headrace.workers.devices import Device, GpuOptions, choose_device
 from headrace.workers.model_cache import default_cache_folder
 from headrace.workers.pipeline import Pipeline
 from headrace.workers.shell import WorkerShell
+from headrace.workers.telemetry import Poller
 from headrace.workers.threads import threads_per_worker
+from headrace.workers.worker_events import Event
 from headrace.workers.worker_session import SessionSettings, WorkerSession
 from headrace.workers.worker_settings import WorkerSettings
 
@@ -81,12 +84,18 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     )
     if settings.shm_folder is not None:
         reclaim(settings.shm_folder)
-    make_engine = device.make_engine
+    make_engine, figures = device.make_engine, device.figures
+
+    def make_pipeline(tell: Callable[[Event], None]) -> Pipeline:
+        if figures is not None:
+            Poller(figures, tell)  # ends with the process
+        return Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder))
+
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),
         address,
         cache,
-        lambda tell: Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder)),
+        make_pipeline,
     )
 
 

@@ -112,6 +112,13 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class FiguresTaken:
+    """The device was asked for its figures, by name."""
+
+    figures: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """SIGTERM or SIGINT."""
 
@@ -134,6 +141,7 @@ Event: TypeAlias = (
     | LoadFailed
     | BatchFinished
     | EngineFailed
+    | FiguresTaken
     | StopRequested
     | Tick
 )

@@ -49,6 +49,7 @@ from headrace.protocol.messages import (
     Ready,
     Refused,
     Setup,
+    Telemetry,
     WorkerHello,
 )
 from headrace.workers import worker_events as ev
@@ -190,6 +191,8 @@ class WorkerSession:
             case ev.EngineFailed(exit_code, reason):
                 # Nothing more is sent: what a failed device computed can't be told from what it made up.
                 self._exit(exit_code, reason, out)
+            case ev.FiguresTaken(figures):
+                self._tell_figures(figures, now_ns, out)
             case ev.StopRequested():
                 self._stop(now_ns, out)
             case ev.Tick():
@@ -386,6 +389,11 @@ class WorkerSession:
                 if self.state in KNOWN:
                     self._send(Goodbye(reason[:200]), now_ns, out)
                 self._exit(exit_code, reason, out)
+
+    def _tell_figures(self, figures: dict[str, float], now_ns: int, out: list[Action]) -> None:
+        # Those that find no broker go untold: the next follow in seconds.
+        if self.state in KNOWN:
+            self._send(Telemetry(self.hello.worker, figures), now_ns, out)
 
     # -- batches --------------------------------------------------------------------------------------
 

@@ -32,7 +32,13 @@ _ROUTER_COMMON: Final = frozenset({m.Discover, m.Heartbeat, m.Goodbye})
 _DEALER_COMMON: Final = frozenset({m.Endpoints, m.Refused, m.Heartbeat, m.Goodbye})
 FROM_PRODUCER: Final[frozenset[type]] = _ROUTER_COMMON | {m.Hello, m.Frames}
 FROM_INTAKE: Final[frozenset[type]] = frozenset({m.Frames})
-FROM_WORKER: Final[frozenset[type]] = _ROUTER_COMMON | {m.WorkerHello, m.Ready, m.Done, m.Failed}
+FROM_WORKER: Final[frozenset[type]] = _ROUTER_COMMON | {
+    m.WorkerHello,
+    m.Ready,
+    m.Done,
+    m.Failed,
+    m.Telemetry,
+}
 FROM_CONTROL: Final[frozenset[type]] = _ROUTER_COMMON | {m.Request}
 TO_PRODUCER: Final[frozenset[type]] = _DEALER_COMMON | {m.Welcome, m.Credit, m.Reject}
 TO_WORKER: Final[frozenset[type]] = _DEALER_COMMON | {m.Setup, m.Batch, m.Cancel}

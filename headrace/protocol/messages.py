@@ -361,6 +361,22 @@ class Failed:
     message: str
 
 
+#: Figures that one worker may tell at once; a key may be this long.
+MAX_FIGURES = 512
+MAX_FIGURE_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What a worker says of its device, every few seconds: shown in /metrics, never acted upon.
+
+    A key is a name, ``gpu_busy_ratio``, or a name with what it is about,
+    ``graph_replays_total/detector:3 small x4``."""
+
+    worker: str
+    figures: dict[str, float]
+
+
 @dataclass(frozen=True, slots=True)
 class Cancel:
     """The broker no longer wants this batch (it lost a hedge); a running one can't be interrupted."""
@@ -470,6 +486,6 @@ class ReplayReply:
 
 Message: TypeAlias = (
     "Heartbeat | Goodbye | Refused | Discover | Endpoints | Hello | Welcome | Credit | Reject | Frames"
-    " | WorkerHello | Setup | Ready | Batch | Done | Failed | Cancel | Outcomes | Subscribed"
+    " | WorkerHello | Setup | Ready | Batch | Done | Failed | Telemetry | Cancel | Outcomes | Subscribed"
     " | Request | Reply | ReplayReply"
 )

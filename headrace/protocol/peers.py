@@ -50,6 +50,7 @@ MAX_NOTES: Final = 64
 MAX_SIDE_PIXELS: Final = 65_536  # what a JPEG can be at most
 MAX_BATCH_SIZE: Final = 4_096
 MAX_MILLISECONDS: Final = 1e9  # eleven days: any time that is measured or configured is below
+MAX_FIGURE: Final = 1e18  # bytes and nanoseconds of any device are below
 _MAX_COLOR_VALUE: Final = 1e9  # scale, mean and std: anything finite and sane
 
 
@@ -252,6 +253,16 @@ _NESTED: Final[dict[type, Schema[Any]]] = {
     )
 }
 
+_read_any_figures: Final = map_of(text(m.MAX_FIGURE_CHARACTERS, 1), number(-MAX_FIGURE, MAX_FIGURE))
+
+
+def _read_figures(value: object, name: str) -> dict[str, float]:
+    figures = _read_any_figures(value, name)
+    if len(figures) > m.MAX_FIGURES:
+        raise out_of_range(f"the number of {name}", 0, m.MAX_FIGURES, len(figures))
+    return figures
+
+
 # -- the messages --------------------------------------------------------------------------------------
 
 _read_models: Final = array_of(_MODEL.reader(), MAX_MODELS)
@@ -322,6 +333,7 @@ SCHEMAS: Final[dict[str, Schema[Any]]] = {
         },
     ),
     "failed": Schema(m.Failed, {"batch": u64, "code": required_name, "message": long_text}),
+    "telemetry": Schema(m.Telemetry, {"worker": required_name, "figures": _read_figures}),
     "cancel": Schema(m.Cancel, {"batch": u64}),
     "subscribed": Schema(m.Subscribed, {"boot": u64, "topic": text(1_024)}),
     "request": Schema(m.Request, {"id": u64, "method": required_name, "params": tree_map}),

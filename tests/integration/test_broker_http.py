@@ -18,7 +18,7 @@ from headrace.broker import http as broker_http
 from headrace.broker import snapshot
 from headrace.broker.http import STALLED_S, HttpServer, health
 from headrace.errors import ConfigError
-from headrace.protocol.messages import Batch, Status
+from headrace.protocol.messages import Batch, Status, Telemetry
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,6 +105,25 @@ def test_connections_that_break_the_transport_are_counted() -> None:
             found = samples(get(f"{broker.endpoints.http}/metrics")[1])
 
     assert found["headrace_handshakes_failed_total", "workers"] == 1
+
+
+def test_what_a_worker_tells_of_its_device_is_shown() -> None:
+    """Sums are counters, all else gauges; the label says what a figure is about."""
+    with (
+        hb.running_broker(hb.broker_settings(http_port=0)) as broker,
+        hb.Worker(broker.endpoints) as worker,
+    ):
+        figures = {"gpu_busy_ratio": 0.5, "graph_replays_total/m:1 small x4": 12.0, "Not a name": 1.0}
+        worker.send(Telemetry("w", figures))
+        found: dict[tuple[str, ...], float] = {}
+        end = time.monotonic() + hb.TIMEOUT_S
+        while ("headrace_worker_gpu_busy_ratio", "", "w") not in found and time.monotonic() < end:
+            text = get(f"{broker.endpoints.http}/metrics")[1]
+            found = samples(text)
+
+    assert found["headrace_worker_gpu_busy_ratio", "", "w"] == 0.5
+    assert found["headrace_worker_graph_replays_total", "m:1 small x4", "w"] == 12
+    assert "Not a name" not in text
 
 
 def test_ready_means_a_worker_for_each_model() -> None:

@@ -105,6 +105,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         if self._settings.slots < 1:
             raise DeviceError(f"slots = {self._settings.slots}: the cuda engine needs at least 1")
         self._device = device
+        self._gate = gate
         self._suspects = suspects or Suspects(None)
         self._slots = Slots(device, self._settings.slots, gate)
         self._capturer = Capturer(
@@ -239,6 +240,21 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
                 if not is_split:
                     outputs[name] = outputs[name][np.newaxis]
         return BatchOutputs(item.batch.batch, outputs, finished.longest_ns)
+
+    def figures(self) -> dict[str, float]:
+        """Return what each bucket has done and costs, and the device's memory; from any one thread."""
+        found: dict[str, float] = {}
+        with self._gate.use():
+            memory = self._device.memory()
+        found["device_memory_free_bytes"] = memory.free_bytes
+        found["graph_budget_used_bytes"] = self._capturer.budget.used_bytes
+        if self._staging is not None:
+            found["unpinned_batches_total"] = self._staging.unpinned_count
+        for loaded in list(self._models.values()):
+            found[f"loose_runs_total/{loaded.label}"] = loaded.loose_runs
+            for bucket in list(loaded.buckets.values()):
+                found |= bucket.figures()
+        return found
 
     # -- helpers ---------------------------------------------------------------------------------------
 

@@ -88,6 +88,25 @@ class Bucket:
     def io_bytes(self) -> int:
         return self.layout_in.nbytes + self.layout_out.nbytes
 
+    def figures(self) -> dict[str, float]:
+        """Return what telemetry shows of this bucket; sums, so that a rate and a mean can be made of them."""
+        usage = self.usage
+        return {
+            f"{name}/{self.label}": value
+            for name, value in (
+                ("graph_replays_total", usage.replays),
+                ("plain_runs_total", usage.plain_runs),
+                ("bucket_rows_total", usage.rows),
+                ("bucket_padding_rows_total", usage.padding_rows),
+                ("copy_in_seconds_total", usage.copy_in_ns / 1e9),
+                ("run_seconds_total", usage.run_ns / 1e9),
+                ("copy_out_seconds_total", usage.copy_out_ns / 1e9),
+                ("launch_seconds_total", usage.host_ns / 1e9),
+                ("graph_bytes", self.graph_bytes),
+                ("capture_seconds", self.capture_ns / 1e9),
+            )
+        }
+
 
 def make_bucket(
     device: Device,

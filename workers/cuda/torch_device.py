@@ -87,6 +87,7 @@ class TorchDevice:
         self._torch: Any = torch
         self.attach_thread()
         self.name = f"cuda:0 {torch.cuda.get_device_name(0)}"
+        self.uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"  # as NVML writes it
         # torch hands its streams out in rounds of 32: made once, they are nobody else's.
         self._streams = {lane: TorchStream(lane, torch.cuda.Stream()) for lane in Lane}
 

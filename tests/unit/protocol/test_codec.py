@@ -229,7 +229,16 @@ def test_an_unknown_type_is_refused(kind):
 ROLES = {
     "FROM_PRODUCER": {"frame", "hello", "heartbeat", "goodbye", "discover"},
     "FROM_INTAKE": {"frame"},
-    "FROM_WORKER": {"worker_hello", "ready", "done", "failed", "heartbeat", "goodbye", "discover"},
+    "FROM_WORKER": {
+        "worker_hello",
+        "ready",
+        "done",
+        "failed",
+        "telemetry",
+        "heartbeat",
+        "goodbye",
+        "discover",
+    },
     "FROM_CONTROL": {"request", "heartbeat", "goodbye", "discover"},
     "TO_PRODUCER": {"welcome", "credit", "reject", "refused", "endpoints", "heartbeat", "goodbye"},
     "TO_WORKER": {"setup", "batch", "cancel", "refused", "endpoints", "heartbeat", "goodbye"},

@@ -28,6 +28,7 @@ from headrace.protocol.messages import (
     Refused,
     Setup,
     SizeClassSpec,
+    Telemetry,
     WorkerHello,
 )
 from headrace.workers import worker_events as ev
@@ -129,6 +130,18 @@ def test_a_broker_that_is_not_there_is_looked_for_again_with_a_bounded_back_off(
         assert world.feed(ev.Tick()) == [ev.FindBroker(5_000)]
 
     assert waits == [100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000]
+
+
+def test_figures_are_told_to_a_broker_that_knows_the_worker() -> None:
+    """Without one they are left out: the next follow in seconds."""
+    world = World()
+    figures = ev.FiguresTaken({"gpu_busy_ratio": 0.5})
+
+    assert world.feed(figures) == []
+    assert world.hello().feed(figures) == []
+    world.preparing()
+
+    assert world.feed(figures) == [ev.Send(Telemetry(HELLO.worker, {"gpu_busy_ratio": 0.5}))]
 
 
 def test_jitter_spreads_the_back_off_over_half_of_it() -> None:
