@@ -13,6 +13,7 @@ from typing import Any
 from headrace.broker.actions import RefusePeer, SendReject
 from headrace.broker.admission import Admission
 from headrace.broker.batch_ends import BatchEnds
+from headrace.broker.core import BrokerCore
 from headrace.broker.dispatch import Dispatcher
 from headrace.broker.heartbeats import Heartbeats
 from headrace.broker.hedging import Hedges
@@ -26,6 +27,7 @@ from headrace.broker.room import Room
 from headrace.broker.size_class import SizeClasses
 from headrace.broker.stream_table import EpochHistory
 from headrace.broker.worker_life import WorkerLife
+from headrace.clients.producer_session import ProducerSession
 from headrace.errors import Code
 from headrace.protocol.messages import Status
 from hr_sim.options import draw
@@ -336,6 +338,19 @@ def stale_claim_kept(original: Any) -> Any:
     return claim_id
 
 
+@_plant(BrokerCore, "_on_heard", worker_crash=2.0, worker_twin=1.0)
+def any_heartbeat_answers_the_probe(original: Any) -> Any:
+    """As it was until seed 1796070767099: a message of the holder from before its death refused its successor
+    for good."""
+
+    def on_heard(self: Any, event: Any, now_ns: int, actions: Any) -> None:
+        worker = self.workers.by_peer.get(event.peer)
+        claim = None if worker is None else self.workers.claims.get(worker.id)
+        original(self, event if claim is None else replace(event, probe=claim.probe), now_ns, actions)
+
+    return on_heard
+
+
 @_plant(Recovery, "suspect")
 def poison_never_ends(original: Any) -> Any:
     def suspect(self: Any, batch: Any, *rest: Any) -> None:
@@ -382,6 +397,30 @@ def hedge_budget_ignored(_original: Any) -> Any:
 @_plant(Hedges, "_cancel")
 def hedge_loser_counts(_original: Any) -> Any:
     return lambda _self, _batch, _actions: None
+
+
+# -- shared memory -----------------------------------------------------------------------------------
+
+
+@_plant(BrokerCore, "arenas_in_use", producer_crash=2.0)
+def arena_let_go_with_its_producer(_original: Any) -> Any:
+    def arenas_in_use(self: Any, arenas: Any) -> Any:
+        known = {session.arena for session in self.producers.by_peer.values()}
+        return {name: None for name in arenas if name in known}
+
+    return arenas_in_use
+
+
+@_plant(ProducerSession, "_finish", cut=4.0)
+def slot_freed_when_sent_again(original: Any) -> Any:
+    def finish(self: Any, kept: Any, reject: Any) -> Any:
+        ended = original(self, kept, reject)
+        later = next(iter(self._kept.values()), None)
+        if reject is None and later is not None and kept.frame.seq % 50 == 49:
+            return replace(ended, frame=replace(ended.frame, payload=later.frame.payload))
+        return ended
+
+    return finish
 
 
 # -- outcomes ----------------------------------------------------------------------------------------

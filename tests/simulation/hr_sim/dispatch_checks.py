@@ -30,6 +30,8 @@ class Holder:
     peer: bytes
     id: str
     heard_ns: int
+    probe: int | None = None  # asked and not answered
+    probed_ns: int = 0
     slots: int = 0
     limits: dict[tuple[str, str], int] = field(default_factory=dict)
     batches: dict[int, list[Seen]] = field(default_factory=dict)
@@ -347,6 +349,19 @@ class DispatchChecks:
                 seen.lost_count += 1
         holder.batches[number] = []
 
+    def ask(self, peer: bytes, probe: int, now_ns: int) -> None:
+        """The broker asks a worker whether it lives."""
+        holder = self._holders[peer]
+        holder.probe, holder.probed_ns = probe, now_ns
+
+    def answer(self, peer: bytes, probe: int | None) -> bool:
+        """Tell whether a heartbeat answers what its worker was asked last."""
+        holder = self._holders.get(peer)
+        is_answer = holder is not None and probe is not None and holder.probe == probe
+        if holder is not None and is_answer:
+            holder.probe = None
+        return is_answer
+
     def lose(self, worker: str, reason: str, now_ns: int) -> None:
         """The broker says that it has lost a worker."""
         holder = self._by_id.pop(worker, None)
@@ -354,9 +369,12 @@ class DispatchChecks:
             return
         holder.is_gone = True
         silent_ns = now_ns - holder.heard_ns
-        needed_ns = {"silent": self._silence_ns, "silent when probed": self._probe_ns}.get(reason, 0)
-        if silent_ns < needed_ns:
+        if reason == "silent" and silent_ns < self._silence_ns:
             raise AssertionError(f"{worker} is lost as {reason!r} {silent_ns / MS} ms after it was heard")
+        if reason == "silent when probed" and (
+            holder.probe is None or now_ns - holder.probed_ns < self._probe_ns
+        ):
+            raise AssertionError(f"{worker} is lost as {reason!r}, asked {holder.probe}, {holder.probed_ns}")
         for number in tuple(holder.batches):
             frames = self._close(holder, number)
             for seen in frames:

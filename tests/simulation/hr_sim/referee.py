@@ -84,6 +84,7 @@ class Referee:
             self._note(event, now_ns)
         self._arriving = arriving
         rejects: list[Reject] = []
+        is_answer = isinstance(event, events.PeerHeard) and self.dispatch.answer(event.peer, event.probe)
         for action in actions:
             match action:
                 case act.PublishOutcome(outcome):
@@ -101,6 +102,10 @@ class Referee:
                         self.dispatch.lose(str(values["worker"]), str(values["reason"]), now_ns)
                 case act.SetUpWorker(peer):
                     self.dispatch.set_up(peer)
+                case act.SendHeartbeat(peer, _, int(probe)):
+                    self.dispatch.ask(peer, probe, now_ns)
+                case act.RefusePeer(_, Code.ID_IN_USE, _) if not is_answer:
+                    raise Violation("an id is refused for good, and its holder has not answered the probe")
                 case act.CancelBatch(peer, number):
                     self.dispatch.cancel(peer, number)
                 case _:
@@ -275,6 +280,8 @@ class Referee:
             raise Violation("an outcome for a frame that never arrived", key)
         if outcome.meta != seen.frame.meta:
             raise Violation(f"the outcome's meta is {outcome.meta}", key)
+        if outcome.code == Code.STALE_SLOT:
+            raise Violation("its slot was freed before its outcome was out", key)
         if seen.status is not None:
             raise Violation(f"a second outcome, {outcome.status}, after {seen.status}", key)
         if (seen.stream, seen.epoch) != key[:2] or seen.seq not in {None, outcome.seq}:
