@@ -14,6 +14,9 @@ from headrace.workers.staging import StagedRow
 #: Left free in header and message for what surrounds the results.
 _SPARE_BYTES = 4096
 
+#: What a result, a tensor of up to 8 axes and a character of text take in a header at most.
+_RESULT_BYTES, _TENSOR_BYTES, _CHARACTER_BYTES = 128, 160, 4
+
 
 def in_batch_order(
     frame_count: int,
@@ -25,6 +28,8 @@ def in_batch_order(
 
     A frame that has neither, which is a bug of ours, gets ``result_count``: nothing is matched up by luck.
     """
+    if not failures and len(rows) == len(row_results) == frame_count and not any(row.flags for row in rows):
+        return tuple(row_results)  # rows stand in the order of their frames
     results = dict(failures)
     for row, result in zip(rows, row_results, strict=True):
         is_flagged = bool(row.flags) and result.status is Status.OK
@@ -36,6 +41,9 @@ def in_batch_order(
 def fitted(done: Done, limits: Limits) -> Done:
     """Return ``done``, or if it is above the message limits one in which the results that no longer fit,
     counted in the order of the batch, are errors ``message_too_large``."""
+    header_bytes, message_bytes = _largest_size(done) or _size(done)
+    if header_bytes <= limits.max_header_bytes and message_bytes <= limits.max_message_bytes:
+        return done
     header_bytes, message_bytes = _size(done)
     if header_bytes <= limits.max_header_bytes and message_bytes <= limits.max_message_bytes:
         return done
@@ -61,6 +69,22 @@ def _too_large(nbytes: int, frame_count: int, limits: Limits) -> FrameResult:
         f" {frame_count}: the limits are {limits.max_header_bytes} bytes of values and"
         f" {limits.max_message_bytes} bytes in all",
     )
+
+
+def _largest_size(done: Done) -> tuple[int, int] | None:
+    """Return what the header and the message of a Done without values are at most; None where there are
+    values, whose size only packing them tells."""
+    header_bytes, payload_bytes = _SPARE_BYTES, 0
+    for result in done.results:
+        if result.outputs is not None:
+            return None
+        header_bytes += _RESULT_BYTES + _CHARACTER_BYTES * (len(result.code) + len(result.message))
+        for flag in result.flags:
+            header_bytes += _RESULT_BYTES + _CHARACTER_BYTES * len(flag)
+        for tensor, payload in zip(result.tensors, result.payloads, strict=True):
+            header_bytes += _TENSOR_BYTES + _CHARACTER_BYTES * len(tensor.name)
+            payload_bytes += part_bytes(payload)
+    return header_bytes, header_bytes + payload_bytes
 
 
 def _size(done: Done) -> tuple[int, int]:

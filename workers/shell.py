@@ -4,8 +4,8 @@ Not here: decisions (``worker_session``), batches (``pipeline``), signals and se
 
 Theory of operation: whoever holds the turn lock owns the connection and the session. That is the I/O thread
 for each of its turns, and while it sleeps the pipeline's thread that has a finished batch: its Done leaves at
-once, where waking another thread for it took longer than sending it. Everything else that happens elsewhere (a
-discovery, a fetch, a stop) comes in through one queue and a wake-up. A turn reads the connection first and
+once, where waking another thread for it took longer than sending it. Everything else that happens elsewhere
+(a discovery, a fetch, a stop) comes in through one queue and a wake-up. A turn reads the connection first and
 ticks last, so that a process that was stopped for a while finds what the broker sent meanwhile before it
 wonders about its silence.
 

@@ -1,7 +1,8 @@
 """Writes the frames of a batch straight into the buffers that the engine reads.
 
 One copy per raw frame: from the message part or the producer's shared memory into its row, converted on the
-way (``pixels`` has the rules for images). Encoded frames are decoded first and then placed like raw ones.
+way (``pixels`` has the rules for images). A frame that has the size, channels and colour order of its row is
+copied as bytes, with nothing else looked at. Encoded frames are decoded first and then placed like raw ones.
 Rows behind the last frame are zeroed, so that no pixel of an earlier batch is left in a buffer that is used
 again.
 
@@ -28,17 +29,20 @@ from headrace.protocol.messages import (
     Encoding,
     Frame,
     FrameResult,
+    ImageInput,
     Limits,
     ModelSpec,
+    Payload,
     ShmRef,
     SizeClassSpec,
     Status,
     TensorSpec,
 )
+from headrace.protocol.per_frame import per_frame
 from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import decode_image
 from headrace.workers.engine import InputBuffer, InputPlan, ModelKey, StagedBatch
-from headrace.workers.geometry import Placement
+from headrace.workers.geometry import Placement, place
 from headrace.workers.pixels import Pixels, place_image
 
 #: Buffers kept for reuse while no batch uses them. Twice 8 frames of 720p in two slots is 44 MB.
@@ -60,7 +64,7 @@ class StagingPlan:
         return next((bucket for bucket in self.buckets if bucket >= count), None)
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class StagedRow:
     """One row that stands in the buffers: which frame of the batch it is, and how it was placed
     (None for a frame without an image input)."""
@@ -153,8 +157,13 @@ class Stager:
         buffers = _new_buffers(plan, bucket) if is_dynamic else self._pool.take(plan, bucket)
         rows: list[StagedRow] = []
         failures: dict[int, FrameResult] = {}
+        plain = _PlainRows.of(plan, buffers)
         for index, frame in enumerate(batch.frames):
             try:
+                if plain is not None and plain.takes(frame):
+                    self._copy_plain(frame, plain, len(rows))
+                    rows.append(StagedRow(index, plain.placement, ()))
+                    continue
                 placement, flags = self._stage_frame(frame, plan, buffers, len(rows))
             except InvalidFrameError as error:
                 failures[index] = FrameResult(Status.ERROR, code=error.code, message=error.message)
@@ -172,6 +181,16 @@ class Stager:
         if not is_dynamic:
             self._pool.give_back(staged)
         return StagingResult(None, (), failures)
+
+    def _copy_plain(self, frame: Frame, plain: _PlainRows, row: int) -> None:
+        payload = frame.payload
+        if not isinstance(payload, ShmRef):
+            plain.flat[row] = np.frombuffer(payload, np.uint8)
+            return
+        reader = self._arenas.reader(payload)
+        plain.flat[row] = np.frombuffer(reader.view(payload), np.uint8)
+        # The slot may have been freed and filled anew while the row was written: then the row is worthless.
+        reader.check(payload)
 
     def _stage_frame(
         self, frame: Frame, plan: StagingPlan, buffers: tuple[InputBuffer, ...], row: int
@@ -213,6 +232,49 @@ class Stager:
             else:
                 _cast_into(each, array, buffer.array[row])
         return placement, flags
+
+
+class _PlainRows:
+    """The rows of a buffer of images, as bytes, and what a frame must be like to be copied into one as it is.
+
+    ``flat`` is uint8 [bucket, height x width x channels]."""
+
+    def __init__(self, row_shape: tuple[int, ...], color: Color, plan: StagingPlan, flat: Pixels) -> None:
+        height, width, channels = row_shape
+        self.flat = flat
+        # Gray pixels are gray in any order, and may leave out their one channel.
+        self._shapes = {row_shape, (height, width)} if channels == 1 else {row_shape}
+        self._colors = frozenset(Color) if channels == 1 else frozenset({color})
+        self._nbytes = height * width * channels
+        self.placement = place(row_shape, plan.size_class, plan.spec.oversize)
+
+    @classmethod
+    def of(cls, plan: StagingPlan, buffers: tuple[InputBuffer, ...]) -> _PlainRows | None:
+        """Return the rows of a model whose one input is an image; None for all others."""
+        if len(plan.inputs) != 1 or not plan.inputs[0].is_image:
+            return None
+        array = cast("Pixels", buffers[0].array)
+        shape, size_class = array.shape[1:], plan.size_class
+        if array.dtype != np.uint8 or shape[:2] != (size_class.height, size_class.width):
+            return None
+        color = (plan.spec.image or ImageInput()).color
+        return cls(shape, color, plan, array.reshape(len(array), -1))
+
+    def takes(self, frame: Frame) -> bool:
+        """Tell whether a frame is a row of bytes already."""
+        payload = frame.payload
+        return (
+            frame.shape in self._shapes
+            and frame.color in self._colors
+            and frame.dtype == "uint8"
+            and frame.encoding is Encoding.RAW
+            and not frame.inputs
+            and _payload_bytes(payload) == self._nbytes
+        )
+
+
+def _payload_bytes(payload: Payload) -> int:
+    return len(payload) if isinstance(payload, (bytes, bytearray)) else payload.nbytes
 
 
 # -- reading a payload --------------------------------------------------------------------------------

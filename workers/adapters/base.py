@@ -109,6 +109,19 @@ def to_frame_result(result: RowResult) -> FrameResult:
     return FrameResult(Status.OK, outputs=outputs, tensors=tuple(specs), payloads=tuple(payloads))
 
 
+def is_plain(array: Array) -> bool:
+    """Tell whether a batch of an output can be sent as it stands: rows of numbers of a wire dtype, each of at
+    least one byte."""
+    dtype = array.dtype
+    return (
+        array.ndim > 0
+        and array.size > 0
+        and dtype.kind in _WIRE_KINDS
+        and dtype.itemsize <= 8
+        and dtype.byteorder in _LITTLE_ENDIAN
+    )
+
+
 def non_finite_output(row: Outputs) -> str | None:
     """Return the name of an output that holds NaN or infinity, None when all numbers are finite."""
     for name, array in row.items():

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from headrace.errors import Code, InvalidFrameError
 from headrace.protocol.messages import Color, Encoding, Fit, Frame, Limits, Oversize, ShmRef
+from headrace.workers import staging
 from headrace.workers.engine import InputPlan
 from headrace.workers.staging import BufferPool, Stager, StagingPlan, StagingResult, is_castable
 
@@ -39,6 +40,36 @@ def test_a_frame_of_the_class_size_is_copied_as_it_is() -> None:
     result = stage(image_plan(), raw_frame(RGB))
 
     assert (rows_of(result)[0] == RGB).all()
+
+
+@pytest.mark.parametrize(
+    ("model", "sent", "shape"),
+    [
+        (Color.RGB, Color.RGB, (64, 96, 3)),
+        (Color.BGR, Color.BGR, (64, 96, 3)),
+        (Color.RGB, Color.BGR, (64, 96, 3)),
+        (Color.GRAY, Color.GRAY, (64, 96)),
+        (Color.GRAY, Color.GRAY, (64, 96, 1)),
+        (Color.GRAY, Color.RGB, (64, 96, 3)),
+        (Color.RGB, Color.RGB, (64, 96, 4)),
+        (Color.RGB, Color.RGB, (96, 64, 3)),
+    ],
+)
+def test_the_short_way_stages_what_the_long_way_does(
+    monkeypatch: pytest.MonkeyPatch, model: Color, sent: Color, shape: tuple[int, ...]
+) -> None:
+    """A frame that is copied as bytes ends as it would through every check of images."""
+    plan = image_plan(color=model, channels=1 if model is Color.GRAY else 3)
+    array = np.random.default_rng(5).integers(0, 256, shape, dtype=np.uint8)
+    frames = [raw_frame(array, sent), raw_frame(array[::-1].copy(), sent)]
+    short = stage(plan, *frames)
+
+    monkeypatch.setattr(staging._PlainRows, "takes", lambda _self, _frame: False)
+    long = stage(plan, *frames)
+
+    assert short.rows == long.rows
+    assert codes_of(short) == codes_of(long)
+    assert (rows_of(short) == rows_of(long)).all()
 
 
 def test_a_smaller_frame_is_padded_at_the_bottom_and_right() -> None:
