@@ -2,8 +2,9 @@
 
 ``encode`` trusts its caller, who is our own code; ``decode`` trusts nobody: for any bytes it returns a
 message or raises RemoteProtocolError, nothing else. Layout: docs/protocol.md. Where things are:
-``wire`` runs msgpack, ``frames`` and ``results`` hold what comes per frame, ``peers`` the tables of all
-other messages, ``fields`` and ``tensors`` the checks of single values, ``imageheader`` image sizes.
+``wire`` runs msgpack, ``frames`` and ``results`` hold what comes per frame, ``bundles`` and ``columns`` many
+of them at once, ``peers`` the tables of all other messages, ``fields`` and ``tensors`` the checks of single
+values, ``imageheader`` image sizes.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ from typing import Any, Final
 
 from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import messages as m
+from headrace.protocol.bundles import (
+    read_batch,
+    read_done,
+    read_frames,
+    read_outcomes,
+    write_batch,
+    write_done,
+    write_frames,
+    write_outcomes,
+)
 from headrace.protocol.fields import shown
-from headrace.protocol.frames import read_batch, read_frames, write_batch, write_frames
 from headrace.protocol.messages import PROTOCOL_VERSION, Buffer, Limits, Message
 from headrace.protocol.peers import SCHEMAS, Schema
-from headrace.protocol.results import (
-    read_done,
-    read_outcomes,
-    read_replay_reply,
-    write_done,
-    write_outcomes,
-    write_replay_reply,
-)
+from headrace.protocol.results import read_replay_reply, write_replay_reply
 from headrace.protocol.wire import pack, unpack_header
 
 # Who may say what, as seen by the receiver. A socket passes its own set to decode().

@@ -61,7 +61,7 @@ _COLORS: Final = {member.value: member for member in Color}
 _KEEPS: Final = {member.value: member for member in Keep}
 
 _read_ttl_ms: Final = integer(1, MAX_TTL_MS)
-_read_pts_ns: Final = integer(I64_MIN, I64_MAX)
+read_pts_ns: Final = integer(I64_MIN, I64_MAX)
 
 
 # -- writing -----------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def write_frames(message: Frames) -> tuple[dict[str, Any], list[Buffer]]:
     for frame in message.frames:
         if type(frame) is not Frame:
             raise ValueError("a BadFrame stands for a frame that was received: it can't be sent")
-        entries.append(_write_frame(frame, payloads))
+        entries.append(write_frame(frame, payloads))
     return (entries[0] if len(entries) == 1 else {"frames": entries}), payloads
 
 
@@ -88,12 +88,12 @@ def write_batch(message: Batch) -> tuple[dict[str, Any], list[Buffer]]:
         "model": message.model,
         "version": message.version,
         "size_class": message.size_class,
-        "frames": [_write_frame(frame, payloads) for frame in message.frames],
+        "frames": [write_frame(frame, payloads) for frame in message.frames],
     }
     return fields, payloads
 
 
-def _write_frame(  # noqa: C901 - one branch a field, as in _read_frame
+def write_frame(  # noqa: C901 - one branch a field, as in read_frame
     frame: Frame, payloads: list[Buffer]
 ) -> dict[str, Any]:
     """Return the header entry of one frame, defaults left out, and append its payload part if it has one."""
@@ -155,9 +155,9 @@ def read_frames(header: dict[Any, Any], payloads: Sequence[Buffer], limits: Limi
             part = payloads[next_part]
             next_part += 1
         try:
-            frames.append(_read_frame(entry, part, limits))
+            frames.append(read_frame(entry, part, limits))
         except RemoteProtocolError as error:
-            frames.append(_bad_frame(entry, error, limits))
+            frames.append(bad_frame(entry, error, limits))
     return Frames(tuple(frames))
 
 
@@ -172,7 +172,7 @@ def read_batch(header: dict[Any, Any], payloads: Sequence[Buffer], limits: Limit
         if _takes_part(entry):
             part = payloads[next_part]
             next_part += 1
-        frames.append(_read_frame(entry, part, limits, is_from_broker=True))
+        frames.append(read_frame(entry, part, limits, is_from_broker=True))
     get = header.get
     return Batch(
         batch=u64(get("batch"), "batch"),
@@ -189,9 +189,9 @@ def _read_lone(header: dict[Any, Any], payloads: Sequence[Buffer], limits: Limit
     if len(payloads) > announced:
         raise _part_count(announced, len(payloads))
     try:
-        return _read_frame(header, payloads[0] if payloads else None, limits)
+        return read_frame(header, payloads[0] if payloads else None, limits)
     except RemoteProtocolError as error:
-        bad = _bad_frame(header, error, limits)
+        bad = bad_frame(header, error, limits)
         if bad.stream is None:
             raise
         return bad
@@ -224,7 +224,7 @@ def _part_count(announced: int, found: int) -> RemoteProtocolError:
     )
 
 
-def _bad_frame(entry: object, error: RemoteProtocolError, limits: Limits) -> BadFrame:
+def bad_frame(entry: object, error: RemoteProtocolError, limits: Limits) -> BadFrame:
     """Keep what can be read of a bad frame, so that its rejection names it."""
     if type(entry) is not dict:
         return BadFrame(error.code, error.message)
@@ -241,15 +241,15 @@ def _bad_frame(entry: object, error: RemoteProtocolError, limits: Limits) -> Bad
         stream=read("stream", stream_id),
         seq=read("seq", u64),
         epoch=read("epoch", u64),
-        pts_ns=read("pts_ns", _read_pts_ns),
-        meta=read("meta", lambda value, _name: _read_meta(value, limits)),
+        pts_ns=read("pts_ns", read_pts_ns),
+        meta=read("meta", lambda value, _name: read_meta(value, limits)),
     )
 
 
 # -- reading one frame -------------------------------------------------------------------------------
 
 
-def _read_frame(  # noqa: C901 - one branch a field, in the open: calls are what costs here
+def read_frame(  # noqa: C901 - one branch a field, in the open: calls are what costs here
     entry: dict[Any, Any], part: Buffer | None, limits: Limits, is_from_broker: bool = False
 ) -> Frame:
     if type(entry) is not dict:
@@ -258,7 +258,7 @@ def _read_frame(  # noqa: C901 - one branch a field, in the open: calls are what
     stream = get("stream")
     # Short ASCII ids without NUL are nearly all there are; the reader has the words for the rest.
     if type(stream) is not str or not 0 < len(stream) <= 32 or "\0" in stream:
-        stream = _read_stream(stream)
+        stream = read_stream(stream)
     seq = get("seq")
     if seq is not None and (type(seq) is not int or seq < 0):
         seq = u64(seq, "seq")
@@ -273,24 +273,24 @@ def _read_frame(  # noqa: C901 - one branch a field, in the open: calls are what
         ttl_ms = _read_ttl_ms(ttl_ms, "ttl_ms")
     pts_ns = get("pts_ns")
     if pts_ns is not None and (type(pts_ns) is not int or pts_ns > I64_MAX):
-        pts_ns = _read_pts_ns(pts_ns, "pts_ns")
+        pts_ns = read_pts_ns(pts_ns, "pts_ns")
     meta = get("meta")
     if meta is not None:
-        meta = _read_meta(meta, limits)
+        meta = read_meta(meta, limits)
     model = get("model", "")
     if type(model) is not str or len(model) > MAX_NAME_CHARACTERS:
-        model = _read_model(model)
+        model = read_model(model)
     keep = get("keep")
-    keep = Keep.ALL if keep is None else _read_keep(keep)
+    keep = Keep.ALL if keep is None else read_keep(keep)
     color = get("color")
-    color = Color.RGB if color is None else _read_color(color)
+    color = Color.RGB if color is None else read_color(color)
     encoding = get("encoding")
     encoding = Encoding.RAW if encoding is None else _read_encoding(encoding)
 
     payload = _read_payload(entry, part) if part is None or "lane" in entry else part
     nbytes = payload.nbytes if type(payload) is ShmRef else part_bytes(payload)  # type: ignore[arg-type]
     if not 0 < nbytes <= limits.max_frame_bytes:
-        raise _bad_size(nbytes, limits)
+        raise bad_size(nbytes, limits)
     dtype = get("dtype")
     if dtype is None:
         dtype = "uint8"
@@ -298,19 +298,19 @@ def _read_frame(  # noqa: C901 - one branch a field, in the open: calls are what
     if encoding is not Encoding.RAW:
         shape = _read_image(entry, payload, encoding, limits, is_from_broker)
     elif get("inputs") is None:
-        shape = _read_raw_shape(get("shape"), dtype, nbytes)
+        shape = read_raw_shape(get("shape"), dtype, nbytes)
     else:
         inputs = _read_inputs(entry["inputs"], nbytes)
         dtype, shape = inputs[0].dtype, inputs[0].shape
     if color is Color.GRAY:
-        _check_gray(encoding, shape)
+        check_gray(encoding, shape)
     return Frame(
         stream, payload, nbytes, shape, dtype, encoding, color, seq, epoch, model, priority, ttl_ms, keep,
         pts_ns, meta, inputs,
     )  # fmt: skip  # by position, as keywords cost half a microsecond a frame
 
 
-def _read_stream(value: object) -> str:
+def read_stream(value: object) -> str:
     if value is None:
         raise missing_field("stream")
     return stream_id(value, "stream")
@@ -345,7 +345,7 @@ def _read_payload(entry: dict[Any, Any], part: Buffer | None) -> Payload:
     return data
 
 
-def _read_raw_shape(value: object, dtype: object, nbytes: int) -> tuple[int, ...]:
+def read_raw_shape(value: object, dtype: object, nbytes: int) -> tuple[int, ...]:
     """Read the shape of a raw tensor and demand that shape x dtype is exactly the payload's length."""
     item_bytes = ITEM_BYTES.get(dtype) if type(dtype) is str else None
     if item_bytes is None:
@@ -417,13 +417,13 @@ def _read_image(
     return shape
 
 
-def _check_gray(encoding: Encoding, shape: tuple[int, ...]) -> None:
+def check_gray(encoding: Encoding, shape: tuple[int, ...]) -> None:
     """Gray pixels have one channel; an encoded image brings its own colour and the field is not used."""
     if encoding is Encoding.RAW and len(shape) != 2 and (len(shape) != 3 or shape[2] != 1):
         raise RemoteProtocolError(Code.BAD_COLOR, f"color gray contradicts the shape {list(shape)}")
 
 
-def _read_meta(value: object, limits: Limits) -> dict[str, Value]:
+def read_meta(value: object, limits: Limits) -> dict[str, Value]:
     meta = tree_map(value, "meta")
     size_bytes = len(pack(meta))
     if size_bytes > limits.max_meta_bytes:
@@ -434,14 +434,14 @@ def _read_meta(value: object, limits: Limits) -> dict[str, Value]:
     return meta
 
 
-def _read_keep(value: object) -> Keep:
+def read_keep(value: object) -> Keep:
     keep = _KEEPS.get(value) if type(value) is str else None
     if keep is None:
         raise bad_field("keep", "all or latest", value)
     return keep
 
 
-def _read_color(value: object) -> Color:
+def read_color(value: object) -> Color:
     color = _COLORS.get(value) if type(value) is str else None
     if color is None:
         raise RemoteProtocolError(Code.BAD_COLOR, f"color must be rgb, bgr or gray, got {shown(value)}")
@@ -464,7 +464,7 @@ def _read_priority(value: object, limits: Limits) -> int:
     raise out_of_range("priority", 0, limits.priority_levels - 1, value)
 
 
-def _read_model(value: object) -> str:
+def read_model(value: object) -> str:
     if value is None:
         return ""
     raise bad_field("model", f"text of at most {MAX_NAME_CHARACTERS} characters", value)
@@ -476,7 +476,7 @@ def _bad_dtype(value: object) -> RemoteProtocolError:
     )
 
 
-def _bad_size(nbytes: int, limits: Limits) -> RemoteProtocolError:
+def bad_size(nbytes: int, limits: Limits) -> RemoteProtocolError:
     if nbytes == 0:
         return RemoteProtocolError(Code.EMPTY_PAYLOAD, "the payload has 0 bytes")
     return RemoteProtocolError(

@@ -85,14 +85,14 @@ def write_done(message: Done) -> tuple[dict[str, Any], list[Buffer]]:
 
 def write_outcomes(message: Outcomes) -> tuple[dict[str, Any], list[Buffer]]:
     payloads: list[Buffer] = []
-    return {"outcomes": [_write_outcome(outcome, payloads) for outcome in message.outcomes]}, payloads
+    return {"outcomes": [write_outcome(outcome, payloads) for outcome in message.outcomes]}, payloads
 
 
 def write_replay_reply(message: ReplayReply) -> tuple[dict[str, Any], list[Buffer]]:
     payloads: list[Buffer] = []
     fields: dict[str, Any] = {
         "id": message.id,
-        "outcomes": [_write_outcome(outcome, payloads) for outcome in message.outcomes],
+        "outcomes": [write_outcome(outcome, payloads) for outcome in message.outcomes],
     }
     if message.missed:
         fields["missed"] = message.missed
@@ -118,7 +118,7 @@ def _write_result(result: FrameResult | Outcome, entry: dict[str, Any], payloads
         entry["flags"] = result.flags
 
 
-def _write_outcome(outcome: Outcome, payloads: list[Buffer]) -> dict[str, Any]:
+def write_outcome(outcome: Outcome, payloads: list[Buffer]) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "stream": outcome.stream,
         "epoch": outcome.epoch,
@@ -173,34 +173,39 @@ def _write_timing(timing: Timing) -> dict[str, int]:
 
 def read_done(header: dict[Any, Any], payloads: Sequence[Buffer], limits: Limits) -> Done:
     get = header.get
-    entries = _read_entries(get("results"), "results", limits)
-    source = _Payloads(payloads)
-    results: list[FrameResult] = []
-    for entry in entries:
-        if type(entry) is not dict:
-            raise bad_field("a result", "a map", entry)
-        status = _read_status(entry.get("status"))
-        if status is not Status.OK and status is not Status.ERROR:
-            raise bad_field("status of a result", "ok or error", status.value)
-        code, message, outputs, flags = _read_result(entry)
-        tensors: tuple[TensorSpec, ...] = ()
-        taken: tuple[Buffer, ...] = ()
-        if "tensors" in entry:
-            tensors, taken = source.take(entry["tensors"])
-        results.append(FrameResult(status, code, message, outputs, tensors, taken, flags))
-    source.demand_end()
+    results = read_result_list(_read_entries(get("results"), "results", limits), payloads)
     return Done(
         batch=u64(get("batch"), "batch"),
-        results=tuple(results),
+        results=results,
         staged_us=u64(get("staged_us", 0), "staged_us"),
         ran_us=u64(get("ran_us", 0), "ran_us"),
         total_us=u64(get("total_us", 0), "total_us"),
     )
 
 
+def read_result_list(entries: list[Any], payloads: Sequence[Buffer]) -> tuple[FrameResult, ...]:
+    """Read the results of a batch, each of which takes as many payloads as it describes tensors."""
+    source = _Payloads(payloads)
+    results: list[FrameResult] = []
+    for entry in entries:
+        if type(entry) is not dict:
+            raise bad_field("a result", "a map", entry)
+        status = read_status(entry.get("status"))
+        if status is not Status.OK and status is not Status.ERROR:
+            raise bad_field("status of a result", "ok or error", status.value)
+        code, message, outputs, flags = read_result(entry)
+        tensors: tuple[TensorSpec, ...] = ()
+        taken: tuple[Buffer, ...] = ()
+        if "tensors" in entry:
+            tensors, taken = source.take(entry["tensors"])
+        results.append(FrameResult(status, code, message, outputs, tensors, taken, flags))
+    source.demand_end()
+    return tuple(results)
+
+
 def read_outcomes(header: dict[Any, Any], payloads: Sequence[Buffer], limits: Limits) -> Outcomes:
     entries = _read_entries(header.get("outcomes"), "outcomes", limits)
-    outcomes = _read_outcome_list(entries, payloads)
+    outcomes = read_outcome_list(entries, payloads)
     if len({outcome.stream for outcome in outcomes}) > 1:
         raise RemoteProtocolError(Code.BAD_FIELD, "the outcomes of one message must be of one stream")
     return Outcomes(outcomes)
@@ -213,7 +218,7 @@ def read_replay_reply(header: dict[Any, Any], payloads: Sequence[Buffer], limits
         raise bad_field("outcomes", "an array", entries)
     return ReplayReply(
         id=u64(get("id"), "id"),
-        outcomes=_read_outcome_list(entries, payloads),
+        outcomes=read_outcome_list(entries, payloads),
         missed=_read_missed(get("missed", []), "missed"),
         has_more=boolean(get("has_more", False), "has_more"),
     )
@@ -272,21 +277,21 @@ def _read_entries(value: object, name: str, limits: Limits) -> list[Any]:
     return value
 
 
-def _read_outcome_list(entries: list[Any], payloads: Sequence[Buffer]) -> tuple[Outcome, ...]:
+def read_outcome_list(entries: list[Any], payloads: Sequence[Buffer]) -> tuple[Outcome, ...]:
     source = _Payloads(payloads)
     outcomes = tuple([_read_outcome(entry, source) for entry in entries])
     source.demand_end()
     return outcomes
 
 
-def _read_status(value: object) -> Status:
+def read_status(value: object) -> Status:
     status = _STATUSES.get(value) if type(value) is str else None
     if status is None:
         raise bad_field("status", f"one of {', '.join(_STATUSES)}", value)
     return status
 
 
-def _read_result(entry: dict[Any, Any]) -> tuple[str, str, Any, tuple[str, ...]]:
+def read_result(entry: dict[Any, Any]) -> tuple[str, str, Any, tuple[str, ...]]:
     get = entry.get
     code = get("code", "")
     if code != "":
@@ -304,7 +309,7 @@ def _read_outcome(entry: object, source: _Payloads) -> Outcome:
     if type(entry) is not dict:
         raise bad_field("an outcome", "a map", entry)
     get = entry.get
-    code, message, outputs, flags = _read_result(entry)
+    code, message, outputs, flags = read_result(entry)
     tensors: tuple[TensorSpec, ...] = ()
     taken: tuple[Buffer, ...] = ()
     if "tensors" in entry:
@@ -317,7 +322,7 @@ def _read_outcome(entry: object, source: _Payloads) -> Outcome:
         seq=u64(get("seq"), "seq"),
         boot=u64(get("boot"), "boot"),
         pub_seq=u64(get("pub_seq"), "pub_seq"),
-        status=_read_status(get("status")),
+        status=read_status(get("status")),
         code=code,
         message=message,
         model=name_text(get("model", ""), "model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 
 from headrace.protocol.messages import (
     Batch,
@@ -187,6 +188,49 @@ SAMPLES: dict[str, Message] = {
     "frame shm": Frames((SHM_FRAME,)),
     "frame inputs": Frames((INPUTS_FRAME,)),
     "frame bundle": Frames((raw_frame(), SHM_FRAME, JPEG_FRAME)),
+    "frame table": Frames(
+        (
+            raw_frame(meta={"n": 1}),
+            raw_frame(seq=8, payload=b"\x07\x08", nbytes=2, shape=(2, 1, 1)),
+            raw_frame("cam-2", seq=4, priority=5),
+        )
+    ),
+    "frame table shm": Frames(
+        (replace(SHM_FRAME, meta=None), replace(SHM_FRAME, seq=4, payload=ShmRef("arena-1", 8192, 12, 7)))
+    ),
+    "batch table": Batch(
+        batch=6,
+        model="detector",
+        version="3",
+        size_class="small",
+        frames=(raw_frame(), raw_frame("cam-2", seq=4, epoch=2)),
+    ),
+    "outcome": Outcomes((OK_OUTCOME,)),
+    "outcomes alike": Outcomes(
+        tuple(
+            Outcome(
+                "cam-1",
+                5,
+                seq,
+                7,
+                seq + 3,
+                Status.OK,
+                model="mean",
+                version="1",
+                worker="w",
+                attempt=1,
+                batch_size=2,
+                shape=(4, 4),
+                timing=Timing(0, 5, 6, 7, 8 + seq),
+                tensors=(TensorSpec("mean", "uint8", (1,)),),
+                payloads=(bytes([seq]),),
+            )
+            for seq in (0, 1)
+        )
+    ),
+    "done alike": Done(
+        batch=6, results=(FrameResult(Status.OK, outputs=1), FrameResult(Status.OK, outputs=2))
+    ),
     "heartbeat": Heartbeat(),
     "heartbeat probe": Heartbeat(7),
     "goodbye": Goodbye("done"),
