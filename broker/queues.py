@@ -302,8 +302,10 @@ class ClassQueue:
     def count_ahead(self, priority: int, deadline_ns: int) -> int:
         """Return how many frames would be taken before one of this priority and deadline that came now,
         ageing left out: higher priorities, and its own with a deadline that is not later."""
-        ahead = self.count_from(priority + 1) + bisect_right(self._queues[priority].deadlines, deadline_ns)
-        return ahead + sum(len(batch) for batch in self._exact)
+        same = self._queues[priority]
+        # Counted from below, exact batches being among them: most frames have the lowest priorities.
+        above = self._size - sum([queue.size for queue in self._queues[:priority]]) - same.size
+        return above + bisect_right(same.deadlines, deadline_ns)
 
     def oldest_ns(self) -> int | None:
         """Return since when the longest waiting frame (or the place it inherited) waits, None without one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +34,10 @@ Examples:
 
 Exit code 0: an alternative meets the objective. 1: none does.
 """
+
+#: Objects made between two looks for cycles. A run makes millions, which go by themselves: at Python's own 700
+#: the looking takes a fifth of the time.
+GC_THRESHOLD = 200_000
 
 #: Share of the run whose frames count for nothing: queues fill and costs are learned.
 _WARM_UP_SHARE = 0.1
@@ -129,6 +134,7 @@ def command(*, config_names: tuple[str, ...], plot: Path | None, as_json: bool, 
 
         plots.check(plot)
     traffic = _Traffic.of(options)
+    gc.set_threshold(GC_THRESHOLD)
     study, plans, choices = _prepare(config_names, traffic, options)
     numbers = _numbers(options["workers"])
     rows: list[Row] = []
