@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import TracebackType
@@ -137,12 +137,13 @@ class Generator:
         # A name of its own for each run: two generators on one pool do not take each other's streams.
         self.prefix = f"bench-{secrets.token_hex(4)}/"
         self.ledger = Ledger(tuple(f"{self.prefix}cam-{number}" for number in range(count)))
+        self._producer_of = share_out(self.priority_of, plan.producers_count)
         self._producers: list[Producer] = []
         self._subscriber = Subscriber(
             address, prefix=self.prefix, start="now", sink=self.ledger, timeout=CONNECT_TIMEOUT_S
         )
         try:
-            for number in range(min(plan.producers_count, count)):
+            for number in range(max(self._producer_of) + 1):
                 self._producers.append(self._producer(address, number))
             for producer in self._producers:
                 producer.wait_connected(CONNECT_TIMEOUT_S)
@@ -234,7 +235,7 @@ class Generator:
 
     def _push(self, stream: int, timeout_s: float) -> bool:
         plan = self.plan
-        producer = self._producers[stream % len(self._producers)]
+        producer = self._producers[self._producer_of[stream]]
         try:
             producer.push(
                 self._payloads.get(self.size_of[stream], len(self.ledger)),
@@ -273,7 +274,7 @@ class Generator:
         """Return the open lines from ``first`` on whose end the producers do not know either."""
         found = []
         for stream, name in enumerate(self.ledger.names):
-            producer = self._producers[stream % len(self._producers)]
+            producer = self._producers[self._producer_of[stream]]
             for seq, index in self.ledger.open_of(stream, first):
                 if producer.is_unfinished(FrameId(name, producer.epoch, seq)):
                     found.append(index)
@@ -282,7 +283,7 @@ class Generator:
     # -- connections ---------------------------------------------------------------------------------
 
     def _producer(self, address: str, number: int) -> Producer:
-        count = min(self.plan.producers_count, self.plan.streams_count)
+        count = max(self._producer_of) + 1
         return Producer(
             address,
             name=f"headrace bench {number}",
@@ -309,6 +310,22 @@ class Generator:
             rejected=dict(rejected),
             by_lane=dict(by_lane),
         )
+
+
+def share_out(priority_of: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return which producer each stream sends by: about ``count`` of them, none for two priorities.
+
+    A producer sends in the order of its pushes when it waits for credits: urgent frames must not wait there
+    for others, as those of a camera with a connection of its own do not."""
+    chosen = [0] * len(priority_of)
+    first = 0
+    for priority in sorted(set(priority_of)):
+        streams = [stream for stream, own in enumerate(priority_of) if own == priority]
+        own_count = max(1, min(len(streams), round(count * len(streams) / len(priority_of))))
+        for number, stream in enumerate(streams):
+            chosen[stream] = first + number % own_count
+        first += own_count
+    return tuple(chosen)
 
 
 def _shuffled(values: tuple[int, ...], seed: int) -> tuple[int, ...]:

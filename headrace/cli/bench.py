@@ -77,7 +77,10 @@ def command(
     from headrace import plots
 
     if plot_path is not None:
-        plots.check(plot_path)
+        try:
+            plots.check(plot_path)
+        except plots.PlotError as error:
+            raise click.UsageError(f"--plot {error}") from None
     if json_path is not None and str(json_path) != "-" and not json_path.absolute().parent.is_dir():
         raise click.UsageError(f"--json {json_path}: the folder {json_path.absolute().parent} is not there")
     pool = _ask_pool(address)

@@ -124,7 +124,8 @@ _OPTIONS = (
         type=click.IntRange(1, 256),
         default=4,
         show_default=True,
-        help="Connections that the streams share; each has the broker's credits.",
+        help="About how many connections the streams share, none with another priority's; each has the"
+        " broker's credits.",
     ),
 )
 

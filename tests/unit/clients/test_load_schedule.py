@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.clients.load import schedule
+from headrace.clients.load.generator import share_out
 from headrace.clients.load.schedule import Pattern, draw, ladder, spread
 
 rates = st.floats(1.0, 2_000.0)
@@ -154,3 +155,15 @@ def test_a_step_too_large_for_memory_is_refused() -> None:
     """The bound is on frames, which is what takes the memory."""
     with pytest.raises(ValueError, match=f"{schedule.MAX_FRAMES:,}"):
         draw(Pattern.CAMERAS, schedule.MAX_FRAMES, 2.0, 10, 0)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 10))
+def test_no_two_priorities_share_a_connection(priority_of: list[int], count: int) -> None:
+    """Every stream has a producer, every producer a stream, and one priority alone."""
+    chosen = share_out(priority_of, count)
+
+    assert set(chosen) == set(range(max(chosen) + 1))
+    assert (
+        len({(producer, own) for producer, own in zip(chosen, priority_of, strict=True)}) == max(chosen) + 1
+    )
+    assert max(chosen) + 1 <= count + len(set(priority_of))
