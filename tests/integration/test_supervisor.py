@@ -125,6 +125,20 @@ def test_broker_then_workers_and_the_same_in_reverse(loaded: LoadedConfig, tmp_p
     assert supervisor.pids == {}
 
 
+def test_each_worker_sees_its_own_gpu_alone(
+    loaded: LoadedConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SCL-07: a process for each GPU, and no other device is visible in it, so none can be touched."""
+    monkeypatch.setattr("headrace.gpus.visible_gpus", lambda: ["2", "GPU-5af1", "7"])
+    with StandIns(loaded, tmp_path, workers=3) as supervisor:
+        names = [f"worker-{index}" for index in range(3)]
+        wait_until(lambda: all(len(supervisor.notes(name)) == 1 for name in names))
+        seen = [supervisor.notes(name)[0]["gpus"] for name in names]
+        _wait_for_handlers(supervisor)
+
+    assert seen == ["2", "GPU-5af1", "7"]
+
+
 def _wait_for_handlers(supervisor: Supervisor) -> None:
     """Wait until every stand-in catches SIGTERM: what ends by it unprepared leaves no note."""
     for pid in supervisor.pids.values():

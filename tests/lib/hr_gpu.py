@@ -96,7 +96,7 @@ class Faults:
     """What the device is to do wrong. ``on_capture`` runs inside each capture; ``fail_capture`` and ``stale``
     hold rows of buckets whose capture fails, or whose replay answers the first input for ever;
     ``memory_rows`` is the largest batch that finds memory; ``dies_at_run`` counts runs until the device is
-    lost."""
+    lost, ``dies_when_serving`` loses it at the first run that is not waited for."""
 
     on_capture: Callable[[], None] | None = None
     fail_capture: set[int] = field(default_factory=set)
@@ -104,6 +104,7 @@ class Faults:
     memory_rows: int | None = None
     refuses_graphs: str = ""
     dies_at_run: int | None = None
+    dies_when_serving: bool = False
     dies_in_capture: set[int] = field(default_factory=set)
     graph_bytes: int = 1000
     time_ns: Callable[[str], int] = lambda name: 1000
@@ -335,8 +336,10 @@ class RecordingSession:
 
     def run(self, binding: Binding, graph_id: int, *, is_synchronised: bool) -> None:
         self._check_owner()
-        self._device.count_run()
         bound = cast("OrtBinding", binding)
+        if self._device.faults.dies_when_serving and not is_synchronised:
+            self._device.is_lost = True
+        self._device.count_run()
         captured = self._graphs.get(graph_id)
         if captured is None and not is_synchronised:
             raise OrderError("a plain run or a capture without synchronisation")

@@ -20,9 +20,9 @@ REQUIRED = [
     *ids("IMG", *range(1, 9)),
     *ids("VID", 2, 3, 5, 7),
     *ids("BAT", 1, 2, 3, 4, 7, 9, 10, 11, 12, 14, 15),
-    *ids("ORT", 5, 7, 8, 9, 10, 12),
+    *ids("ORT", *range(1, 13)),
     *ids("PRC", *range(1, 12)),
-    *ids("SCL", *range(1, 7)),
+    *ids("SCL", *range(1, 8)),
 ]
 
 #: Folders whose tests run the product itself: sockets, workers, processes.
