@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ class ProgressLine:
         self._shown_s = now_s
         text = make_text()
         if self._is_terminal:
+            # A line that wraps could not be rewritten: the next one would start below it.
+            text = text[: shutil.get_terminal_size().columns - 1]
             put("\r" + text.ljust(self._width))
             self._width = len(text)
         else:

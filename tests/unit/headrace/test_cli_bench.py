@@ -234,3 +234,18 @@ def test_the_progress_line_tells_ends_and_latency() -> None:
 def test_the_pool_is_described(status: dict[str, Value], words: str) -> None:
     """Figures without the machine they are of say little."""
     assert words in _pool_text(status)
+
+
+def test_a_progress_line_never_wraps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a narrow terminal it is cut: a line that wraps could not be rewritten in place."""
+    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("headrace.cli.progress.TERMINAL_INTERVAL_S", 0.0)
+    line = ProgressLine()
+
+    line.show(lambda: "x" * 100)
+    line.clear()
+
+    assert capsys.readouterr().err == "\r" + "x" * 19 + "\r" + " " * 19 + "\r"
