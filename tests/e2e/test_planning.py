@@ -1,0 +1,63 @@
+"""Record, plan and simulate, as an operator would: from a running pool to the number of workers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import hr_cli
+import numpy as np
+import pytest
+
+import headrace
+
+CONFIG = """
+[broker]
+port = 0
+http_port = 0
+[[models]]
+name = "m"
+[models.image]
+[models.emulated]
+base_ms = 2.0
+per_frame_ms = 0.5
+[[models.size_classes]]
+height = 64
+width = 64
+max_batch_size = 4
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_recorded_pool_is_planned(tmp_path: Path) -> None:
+    """A trace and a status are all that the planner needs; the pool's own run times are used."""
+    config, trace, status = tmp_path / "pool.toml", tmp_path / "trace.jsonl", tmp_path / "status.json"
+    config.write_text(CONFIG)
+    parent = ("--parent-pid", os.getpid())
+    with hr_cli.Process("broker", "--config", config, "--json", *parent) as broker:
+        address = broker.read_json()["endpoints"]["frames"]
+        with (
+            hr_cli.Process("worker", "--connect", address, "--device", "emulated", *parent),
+            headrace.Producer(address) as producer,
+            hr_cli.Process("record", "--connect", address, "--out", trace, "--json") as recording,
+        ):
+            hr_cli.wait_until(lambda: trace.exists() and bool(trace.read_text()))
+            for number in range(20):
+                producer.push(np.zeros((48, 60, 3), np.uint8), stream=f"cam-{number % 2}")
+            producer.flush(timeout=30)
+            assert recording.stop() == 0
+            account = recording.read_json()
+            status.write_text(hr_cli.run("status", "--connect", address, "--json").stdout)
+    planned = hr_cli.run("plan-classes", trace, "-k", 1, "--multiple", 4, "--json")
+    simulated = hr_cli.run(
+        "simulate", "--config", config, "--trace", trace, "--profile", status, "--objective-ms", 500, "--json"
+    )
+
+    assert (account["frames"], account["streams"], account["lost"]) == (20, 2, 0)
+    assert json.loads(planned.stdout)["classes"] == [{"height": 48, "width": 60}]
+    assert dict(json.loads(status.read_text())["classes"][0]["run_ms"]).keys() == {1, 2, 4}
+    told = json.loads(simulated.stdout)
+    assert simulated.returncode == 0, simulated.stderr
+    assert told["cheapest"]["workers"] == 1
+    assert told["cheapest"]["by_status"]["ok"] == told["cheapest"]["offered"]
