@@ -38,8 +38,8 @@ MIN_SLOT_BYTES = 16 * 1024
 
 
 #: numpy lets other threads run while it copies. For a copy of less than about 50 microseconds that costs more
-#: than it gives: the producer's own thread takes over, and the one that pushes waits to get its turn back. With
-#: frames of 150,528 bytes a producer that holds on takes 36 us of CPU a frame, one that lets go 44.
+#: than it gives: the producer's own thread takes over, and the one that pushes waits to get its turn back.
+#: With frames of 150,528 bytes a producer that holds on takes 36 us of CPU a frame, one that lets go 44.
 MAX_HELD_COPY_BYTES = 512 * 1024
 
 
