@@ -289,13 +289,26 @@ class TestPriority:
 
     @pytest.mark.parametrize("size", [32, 100], ids=["same class", "other class"])
     @pytest.mark.parametrize("slots", [1, 2])
-    def test_frame_never_waits_longer_than_the_ageing_bound(self, size: int, slots: int) -> None:
-        """Must-show 4, BAT-08: under 90 % load of priority 5 each priority 0 frame is dispatched within
-        ageing_ms + ceil((aged before it + 1) / share) / rate, and the slots' batches (see queues.py); across
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            ClassPolicy(max_queue_size=0),
+            ClassPolicy("adaptive", "auto", 0),
+            ClassPolicy("window", "auto", 0),
+            ClassPolicy("deferred", 0, 0),
+            ClassPolicy("deferred", 0, 0, objective_ms=5_000),
+            ClassPolicy(max_queue_size=0, promote=True),
+        ],
+        ids=["adaptive", "adaptive auto", "window auto", "deferred", "deferred for long", "promote"],
+    )
+    def test_frame_never_waits_longer_than_the_ageing_bound(
+        self, policy: ClassPolicy, size: int, slots: int
+    ) -> None:
+        """Must-show 4, BAT-08: under every policy and 90 % load of priority 5 each priority 0 frame is
+        dispatched within ageing_ms + ceil((aged before it + 1) / share) / rate, and the slots' batches (see queues.py); across
         classes whole batches count, so it is a batch instead of 1 (see dispatch.py)."""
         small = SizeClassSpec("small", 64, 64, max_batch_size=4)
         large = SizeClassSpec("large", 256, 256, max_batch_size=4)
-        policy = ClassPolicy(max_queue_size=0)
         driver = hr.CoreDriver(
             hr.make_settings(
                 hr.make_spec(classes=(small, large)), policy=policy, ageing_ms=200, ageing_share=0.25
