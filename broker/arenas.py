@@ -63,13 +63,13 @@ class Arenas:
         """Tell whether a peer can share memory with this broker."""
         return bool(host_key) and host_key == self._host_key
 
-    def read(self, ref: ShmRef) -> bytes | None:
-        """Return a copy of a payload, None when its slot is no longer that of its frame."""
+    def view(self, ref: ShmRef) -> memoryview | None:
+        """Return the payload of an unfinished frame, None when its slot is no longer the frame's."""
         reader = self._open.get(ref.arena)
         if reader is None:
             return None
         try:
-            return reader.copy(ref)
+            return reader.view(ref)
         except InvalidFrameError:
             return None
 
@@ -82,8 +82,12 @@ class Arenas:
         return replace(batch, frames=tuple(self._with_payload(frame) for frame in batch.frames))
 
     def _with_payload(self, frame: Frame) -> Frame:
-        payload = self.read(frame.payload) if isinstance(frame.payload, ShmRef) else None
-        if payload is None:
+        ref = frame.payload
+        if not isinstance(ref, ShmRef) or ref.arena not in self._open:
+            return frame
+        try:
+            payload = self._open[ref.arena].copy(ref)
+        except InvalidFrameError:
             return frame
         self.counts.inlined_count += 1
         return replace(frame, payload=payload)

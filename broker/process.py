@@ -56,7 +56,7 @@ class Broker:
             key = host_key(settings.shm_folder)
             arenas = Arenas(settings.shm_folder, key)
             stack.callback(arenas.close)
-            core = BrokerCore(core_settings, boot, arenas.read)
+            core = BrokerCore(core_settings, boot, arenas.view)
             journal = _open_journal(settings, core)
             if journal is not None:
                 stack.enter_context(journal)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 from headrace.broker.records import FrameRecord
@@ -23,7 +24,8 @@ _DIGEST_BYTES = 16
 #: Bytes sampled at the beginning, in the middle and at the end: there frames of one camera differ by noise.
 _SAMPLE_BYTES = 64
 
-#: Returns the bytes of a payload in shared memory, None when they are gone.
+#: Returns the bytes of an unfinished frame's payload in shared memory, None when they are gone. They are
+#: looked at in place: a queue of large frames can be compared without copying any.
 ReadSlot: TypeAlias = Callable[[ShmRef], "Buffer | None"]
 
 _Key = tuple[str, str, bytes]
@@ -72,6 +74,14 @@ class Quarantine:
             return None
         entry = self._entries.get((model, version, _digest(payload)))
         return None if entry is None else entry[0] - now_ns
+
+    def with_payload(self, frame: Frame) -> Frame:
+        """Return a suspect with its bytes taken out of shared memory: its outcome, with which the producer
+        frees the slot, may be known before its guilt is."""
+        if not isinstance(frame.payload, ShmRef):
+            return frame
+        held = self._read_slot(frame.payload)
+        return frame if held is None else replace(frame, payload=bytes(held))
 
     def has_same_content(self, one: Payload, other: Payload) -> bool:
         """Return True when two payloads hold the same bytes."""

@@ -50,6 +50,7 @@ class Recovery:
                 continue
             if record.lost_with < self._max_attempts:
                 record.is_suspect = True
+                record.frame = self._quarantine.with_payload(record.frame)
                 self._requeue(record, now_ns, f"lost with {worker_id}")
                 batch.served.suspects.push(record)
                 continue

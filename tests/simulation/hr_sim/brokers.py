@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.broker import actions as act
@@ -13,10 +14,12 @@ from headrace.broker.model_store import ModelStore
 from headrace.errors import RemoteProtocolError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
+    Batch,
     Cancel,
     Discover,
     Done,
     Failed,
+    Frame,
     Frames,
     Goodbye,
     Heartbeat,
@@ -28,6 +31,7 @@ from headrace.protocol.messages import (
     Refused,
     Request,
     Setup,
+    ShmRef,
     Subscribed,
     Welcome,
     WorkerHello,
@@ -35,6 +39,7 @@ from headrace.protocol.messages import (
 from hr_sim.models import core_settings, endpoints
 from hr_sim.network import CHECK_EVERY_TURNS, MS, US, Link, Node
 from hr_sim.referee import Referee
+from hr_sim.workers import HOST_KEY
 
 if TYPE_CHECKING:
     from hr_sim.world import World
@@ -60,7 +65,8 @@ class BrokerNode(Node):
 
     def _begin(self) -> None:
         self.boot = self.world.rng.getrandbits(63)
-        self.core = BrokerCore(self.settings, self.boot)
+        self.core = BrokerCore(self.settings, self.boot, self.world.arenas.read)
+        self._remote: dict[bytes, None] = {}
         self.referee = Referee(self.settings, self.boot, self.world)
         self.endpoints = endpoints(self.boot)
         info = BrokerInfo("sim", 1, {})
@@ -99,6 +105,7 @@ class BrokerNode(Node):
 
     def kill(self) -> None:
         super().kill()
+        self.world.arenas.let_go(self.boot)
         self.referee.end(is_crash=True)
 
     def stop(self) -> None:
@@ -133,6 +140,8 @@ class BrokerNode(Node):
         self._turns += 1
         if self._turns % CHECK_EVERY_TURNS == 0:
             self.check()
+            arenas = self.world.arenas
+            arenas.let_go(self.boot, self.core.arenas_in_use(arenas.held_by(self.boot)))
         self.free_ns = now_ns + self.world.options.turn_us * US
         if self._ending_ns is not None and self.core.is_drained:
             self._end()
@@ -143,6 +152,7 @@ class BrokerNode(Node):
         self.check()
         self.is_up = False
         self.run += 1
+        self.world.arenas.let_go(self.boot)
         self.referee.end(is_crash=False)
         # What it had sent leaves before the process ends (linger).
         self.world.after(MS, self._leave, self.run)
@@ -166,8 +176,17 @@ class BrokerNode(Node):
     def _tell(self, event: events.Event, now_ns: int) -> None:
         self.world.event_count += 1
         done = self.core.handle(event, now_ns)
-        self.referee.observe(event, done, now_ns)
+        self.referee.observe(self._with_payload(event), done, now_ns)
         self._actions += done
+
+    def _with_payload(self, event: events.Event) -> events.Event:
+        """Return what the referee sees: it knows frames by their contents, wherever those lie."""
+        if not isinstance(event, events.FrameArrived) or not isinstance(event.frame, Frame):
+            return event
+        if not isinstance(event.frame.payload, ShmRef):
+            return event
+        payload = self.world.arenas.read(event.frame.payload) or b""
+        return replace(event, frame=replace(event.frame, payload=payload))
 
     # -- in -----------------------------------------------------------------------------------------
 
@@ -201,7 +220,8 @@ class BrokerNode(Node):
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
             case Hello():
-                self._tell(events.ProducerArrived(peer, message), now_ns)
+                arena_bytes = self.world.arenas.open(message, self.boot)
+                self._tell(events.ProducerArrived(peer, message, arena_bytes), now_ns)
             case Goodbye():
                 self._greeted.pop(peer, None)
                 self._tell(events.ProducerLeft(peer), now_ns)
@@ -265,7 +285,7 @@ class BrokerNode(Node):
     def _do(self, action: act.Action) -> None:
         match action:
             case act.SendBatch(peer, batch):
-                self._send(peer, batch)
+                self._send(peer, self._inlined(batch) if peer in self._remote else batch)
             case act.CancelBatch(peer, number):
                 self._send(peer, Cancel(number))
             case act.GrantCredit(peer, credit):
@@ -274,7 +294,7 @@ class BrokerNode(Node):
                 self._send(peer, reject)
             case act.SendHeartbeat(peer, _, probe):
                 self._send(peer, Heartbeat(probe))
-            case act.WelcomeProducer(peer, credits_count, models):
+            case act.WelcomeProducer(peer, credits_count, models, is_shm_possible):
                 welcome = Welcome(
                     self.boot,
                     credits_count,
@@ -282,16 +302,27 @@ class BrokerNode(Node):
                     self.limits,
                     models,
                     self.endpoints,
+                    is_shm_possible,
                 )
                 if self._send(peer, welcome):
                     self._greeted[peer] = None
-            case act.SetUpWorker(peer, models):
+            case act.SetUpWorker(peer, models, host_key):
+                if host_key != HOST_KEY:
+                    self._remote[peer] = None
                 setup = Setup(self.boot, self.settings.heartbeat_ms, self.limits, models, self.endpoints)
                 if self._send(peer, setup):
                     self._greeted[peer] = None
             case act.RefusePeer(peer, code, message):
                 self._greeted.pop(peer, None)
                 self._send(peer, Refused(code, message))
+
+    def _inlined(self, batch: Batch) -> Batch:
+        """Return a batch for a worker of another host."""
+        frames = []
+        for frame in batch.frames:
+            payload = self.world.arenas.read(frame.payload) if isinstance(frame.payload, ShmRef) else None
+            frames.append(frame if payload is None else replace(frame, payload=payload))
+        return replace(batch, frames=tuple(frames))
 
     def _send(self, peer: bytes, message: Any) -> bool:
         if peer in self._unreachable:

@@ -94,6 +94,8 @@ class Options:
     max_queue_delay_ms: float | Literal["auto"]
     objective_ms: float
     promote: bool
+    arena_bytes: int  # of each producer; 0: all payloads go inline
+    remote_workers: int  # of the workers: they read no shared memory
 
     def lines(self) -> str:
         """Return one option a line, for a failure."""
@@ -156,8 +158,16 @@ def draw(seed: int) -> Options:
         max_queue_delay_ms=rng.choice((0.0, 5.0, "auto")),
         objective_ms=rng.choice((5.0, 50.0, 1_000.0)),
         promote=rng.random() < 0.5,
+        arena_bytes=0,
+        remote_workers=0,
     )
-    return replace(options, policy=rng.choice((options.policy, options.policy, "deferred")))
+    # Drawn last, so that what was added later changes nothing in what a seed drew before.
+    return replace(
+        options,
+        policy=rng.choice((options.policy, options.policy, "deferred")),
+        arena_bytes=rng.choice((0, 0, 2_048, 65_536)),
+        remote_workers=rng.choice((0, 0, 1)),
+    )
 
 
 def _between(rng: random.Random, span: tuple[float, float]) -> float:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headrace.clients import producer_session as ps
 from headrace.errors import RemoteProtocolError
-from headrace.protocol.messages import Frame, Frames, Limits
+from headrace.protocol.messages import Frame, Frames, Limits, ShmRef
 from hr_sim.frames import StreamPlan
 from hr_sim.network import MS, Dialer, Link, Node
 
@@ -29,7 +30,11 @@ class ProducerNode(Node):
     def _begin(self) -> None:
         rng = self.world.rng
         self.epoch = rng.getrandbits(63)
-        self.session = ps.ProducerSession(epoch=self.epoch, name=self.name, jitter=rng.random())
+        self.session = ps.ProducerSession(
+            epoch=self.epoch, name=self.name, jitter=rng.random(), inlined=self._inlined
+        )
+        arena_bytes = self.world.options.arena_bytes
+        self.arena = self.world.arenas.make(self.epoch, arena_bytes) if arena_bytes else None
         self.limits = Limits()
         self._next_seq = dict.fromkeys((plan.name for plan in self._plans), 0)
         self._inbox: deque[ps.Event] = deque()
@@ -66,7 +71,21 @@ class ProducerNode(Node):
     def _make(self, plan: StreamPlan) -> Frame:
         seq = self._next_seq[plan.name]
         self._next_seq[plan.name] = seq + self.world.rng.choice((1, 1, 1, 3))
-        return self.world.frames.make(plan, seq, self.epoch)
+        frame = self.world.frames.make(plan, seq, self.epoch)
+        if self.arena is None or self.session.boot is None or isinstance(frame.payload, ShmRef):
+            return frame
+        slot = self.arena.take(bytes(frame.payload))
+        if slot is None:
+            self.world.count_fault("arena_full")
+            return frame
+        return replace(frame, payload=slot)
+
+    def _inlined(self, frame: Frame) -> Frame:
+        if self.arena is None or not isinstance(frame.payload, ShmRef):
+            return frame
+        payload = self.arena.read(frame.payload)
+        assert payload is not None, "a slot of an unfinished frame was freed"
+        return replace(frame, payload=payload)
 
     def _hand_over(self, frames: list[Frame]) -> None:
         self.world.pushes.push(self.name, self.epoch, frames)
@@ -89,13 +108,16 @@ class ProducerNode(Node):
     def dialled(self, links: list[Link]) -> None:
         if links:
             self._link = links[0]
-        self._inbox.append(ps.Connected() if links else ps.Disconnected("no answer"))
+        connected = ps.Connected("" if self.arena is None else self.arena.name)
+        self._inbox.append(connected if links else ps.Disconnected("no answer"))
         self.wake(self.world.now_ns)
 
     def kill(self) -> None:
         super().kill()
         self._dialer.forget()
         self.world.pushes.abandon(self.epoch)
+        if self.arena is not None:
+            self.arena.has_owner = False
 
     def leave(self) -> None:
         """Close as a program does that waits for nothing: say goodbye and end."""
@@ -136,6 +158,8 @@ class ProducerNode(Node):
                         self._link.send(self, self.world.wrap(message))
                 case ps.Finished(frame, reject):
                     self.world.pushes.finish(frame, reject)
+                    if self.arena is not None and isinstance(frame.payload, ShmRef):
+                        self.arena.free(frame.payload)
                 case ps.Disconnect():
                     if self._link is not None:
                         self._link.close(self)

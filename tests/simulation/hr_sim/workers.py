@@ -16,6 +16,7 @@ from headrace.protocol.messages import (
     Limits,
     ModelProfile,
     ModelSpec,
+    ShmRef,
     Status,
     WorkerHello,
 )
@@ -26,6 +27,9 @@ from hr_sim.network import MS, Dialer, Link, Node
 if TYPE_CHECKING:
     from hr_sim.world import World
 
+#: The broker's host.
+HOST_KEY = "host"
+
 #: A device that hangs does so for this long: for ever, as far as a seed goes.
 _HANG_NS = 1_000_000 * MS
 
@@ -33,8 +37,9 @@ _HANG_NS = 1_000_000 * MS
 class WorkerNode(Node):
     """One worker. A restart keeps the id and draws a new instance."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, host_key: str = HOST_KEY) -> None:
         super().__init__(world, name)
+        self._host_key = host_key
         rng = world.rng
         self._dialer = Dialer(self, ("workers",))
         # What the profile says and what a batch takes are two things.
@@ -47,7 +52,7 @@ class WorkerNode(Node):
     def _begin(self) -> None:
         rng, options = self.world.rng, self.world.options
         self.instance = rng.getrandbits(63)
-        hello = WorkerHello(self.name, self.instance, "host", "emulated", "emulated", "sim", pid=1)
+        hello = WorkerHello(self.name, self.instance, self._host_key, "emulated", "emulated", "sim", pid=1)
         settings = SessionSettings(slots=options.slots, grace_ms=300, hello_timeout_ms=3_000)
         self.session = WorkerSession(hello, settings, rng.random)
         self._limits = Limits()
@@ -55,6 +60,7 @@ class WorkerNode(Node):
         self._link: Link | None = None
         self._queue: deque[Batch] = deque()
         self._running: Batch | None = None
+        self._stale: list[int] = []
         self._dropped: set[int] = set()
         self._device_run = 0
         self.exit_code: int | None = None
@@ -206,6 +212,7 @@ class WorkerNode(Node):
                 self._answer(Failed(batch.batch, Code.CANCELLED, "dropped"))
                 continue
             self._running = batch
+            self._stale = self._stage(batch)
             options = self.world.options
             run_ns = int((options.batch_ms + options.frame_ms * len(batch.frames)) * MS / self._speed)
             if self.world.now_ns < self.slow_until_ns:
@@ -240,6 +247,8 @@ class WorkerNode(Node):
             results = [
                 self._result_of(frame.pts_ns, fate) for frame, fate in zip(batch.frames, fates, strict=True)
             ]
+            for index in self._stale:
+                results[index] = FrameResult(Status.ERROR, Code.STALE_SLOT, "its slot was freed")
             if "miscount" in fates:
                 self.world.count_fault("miscount")
                 # One too few, but never none: that could not be said on the wire.
@@ -247,6 +256,20 @@ class WorkerNode(Node):
             run_us = key[1] // 1_000
             self._answer(Done(batch.batch, tuple(results), 10, run_us, run_us + 20))
         self._run_next()
+
+    def _stage(self, batch: Batch) -> list[int]:
+        """Read the payloads; return the indices of those that are gone."""
+        stale, arenas = [], self.world.arenas
+        for index, frame in enumerate(batch.frames):
+            payload = frame.payload
+            if isinstance(payload, ShmRef):
+                is_here = self._host_key == HOST_KEY
+                payload = (arenas.read(payload) if is_here else None) or b""
+            if payload:
+                arenas.check_pixels(frame, bytes(payload))
+            else:
+                stale.append(index)
+        return stale
 
     def _answer(self, message: Done | Failed) -> None:
         self._dropped.discard(message.batch)

@@ -21,6 +21,7 @@ from headrace.clients.subscriber_events import Mode, Start
 from headrace.errors import Code, RemoteProtocolError
 from headrace.protocol import codec
 from headrace.protocol.messages import Frames, Limits, Outcome, Status
+from hr_sim.arenas import Arenas
 from hr_sim.book import Violation
 from hr_sim.brokers import BrokerNode
 from hr_sim.faults import Faults
@@ -31,7 +32,7 @@ from hr_sim.producers import PlainSender, ProducerNode
 from hr_sim.push_checks import PushRecord
 from hr_sim.referee import Referee
 from hr_sim.subscribers import SubscriberNode
-from hr_sim.workers import WorkerNode
+from hr_sim.workers import HOST_KEY, WorkerNode
 
 #: After the world has healed everything must be done within this virtual time.
 LIVENESS_NS = 60_000 * MS
@@ -82,6 +83,7 @@ class World:
         self.faults: dict[str, int] = {}
         self.frames = FrameMaker(options, random.Random(f"frames {options.seed}"))
         self.pushes = PushRecord()
+        self.arenas = Arenas()
         self.boots: list[Referee] = []
         # (boot, stream, pub_seq) -> (stream, epoch, seq), status, when.
         self.outcomes: dict[tuple[int, str, int], tuple[tuple[str, int, int], Status, int]] = {}
@@ -108,7 +110,8 @@ class World:
         for number in range(options.plain_senders):
             self.plain.append(PlainSender(self, f"script-{number}", is_intake=number % 2 == 1))
         for number in range(options.workers):
-            self.workers.append(WorkerNode(self, f"worker-{number}"))
+            key = "another host" if number < options.remote_workers else HOST_KEY
+            self.workers.append(WorkerNode(self, f"worker-{number}", key))
         for number in range(options.subscribers):
             self.add_subscriber(f"subscriber-{number}", is_plain=number == 0)
         del rng

@@ -9,6 +9,7 @@ import pytest
 
 from headrace.broker import actions as act
 from headrace.broker import events
+from headrace.broker.core import BrokerCore
 from headrace.protocol.messages import Frame, Hello, ShmRef, Status
 
 ARENA = "headrace-0123456789abcdef.arena"
@@ -97,4 +98,26 @@ def test_an_arena_is_needed_while_its_producer_is_known_or_frames_are_unfinished
     ended = [end for sent in hr.batches(driver.tick()) for end in hr.outcomes(driver.done(sent))]
     assert [end.status for end in ended] == [Status.OK, Status.OK]
     assert list(driver.core.arenas_in_use([ARENA, other])) == []
+    driver.core.check_invariants()
+
+
+def test_a_suspects_bytes_are_taken_out_of_shared_memory() -> None:
+    """Its outcome may be known, and its slot freed, before it is known to have killed its worker."""
+    memory = {slot(): b"pixels"}
+    driver = hr.CoreDriver()
+    driver.core = BrokerCore(driver.settings, hr.BOOT, memory.get)
+    driver.join_worker(b"w1")
+    arrive(driver)
+    driver.push(frame(0), frame(1, slot(offset=8_256)), peer=b"p1")
+    driver.tick()
+    driver.send(events.PeerUnreachable(b"w1"))
+    driver.join_worker(b"w2")
+
+    sent = hr.batches(driver.tick())
+    again = [one.payload for batch in sent for one in batch.batch.frames]
+
+    assert again == [b"pixels"]  # alone, as a suspect
+    sent = hr.batches([*driver.done(sent[0]), *driver.tick()])
+    # What could not be read stays where it is said to be: the worker will not find it either.
+    assert [one.payload for batch in sent for one in batch.batch.frames] == [slot(offset=8_256)]
     driver.core.check_invariants()

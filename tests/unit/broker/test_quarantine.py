@@ -200,7 +200,10 @@ class TestTable:
         assert table.find("m", "1", make_frame(payload=POISON), 1) is not None
         assert table.find("m", "1", make_frame(payload=slot), 1) is not None
         assert table.has_same_content(slot, POISON)
+        assert table.with_payload(make_frame(payload=slot)) == make_frame(payload=POISON)
+        assert table.with_payload(make_frame(payload=POISON)) == make_frame(payload=POISON)
         held.clear()
+        assert table.with_payload(make_frame(payload=slot)).payload == slot
         assert table.find("m", "1", make_frame(payload=slot), 1) is None
         assert not table.has_same_content(slot, POISON)
 
