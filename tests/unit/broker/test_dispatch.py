@@ -305,8 +305,8 @@ class TestPriority:
         self, policy: ClassPolicy, size: int, slots: int
     ) -> None:
         """Must-show 4, BAT-08: under every policy and 90 % load of priority 5 each priority 0 frame is
-        dispatched within ageing_ms + ceil((aged before it + 1) / share) / rate, and the slots' batches (see queues.py); across
-        classes whole batches count, so it is a batch instead of 1 (see dispatch.py)."""
+        dispatched within ageing_ms + ceil((aged before it + 1) / share) / rate, and the slots' batches (see
+        queues.py); across classes whole batches count, so it is a batch instead of 1 (see dispatch.py)."""
         small = SizeClassSpec("small", 64, 64, max_batch_size=4)
         large = SizeClassSpec("large", 256, 256, max_batch_size=4)
         driver = hr.CoreDriver(
