@@ -124,6 +124,10 @@ class ArenaWriter:
         self._words[word + 1] = nbytes
         return ShmRef(self.name, start + BLOCK_HEADER_BYTES, nbytes, generation)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether a slot of ``nbytes`` is free now."""
+        return self._allocator.has_room(BLOCK_HEADER_BYTES + nbytes)
+
     def view(self, ref: ShmRef) -> memoryview:
         """Return the payload of a slot that is taken, to be written or read."""
         return self._bytes[ref.offset : ref.offset + ref.nbytes]

@@ -33,6 +33,10 @@ class SlotAllocator:
         if self.nbytes:
             self._add_free(0, self.nbytes)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Tell whether ``take`` would return a block."""
+        return bool(self._sizes) and self._sizes[-1] >= nbytes
+
     def take(self, nbytes: int) -> int | None:
         """Take a block of at least ``nbytes`` (1 or more); return its start, None when none is free."""
         wanted = -(-nbytes // ALIGNMENT) * ALIGNMENT
