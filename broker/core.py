@@ -138,11 +138,11 @@ class BrokerCore:
                 self._on_heard(event, now_ns, actions)
             case events.PeerUnreachable():
                 self._on_unreachable(event, now_ns, actions)
-            case events.PeerMisbehaved(peer, code):
+            case events.PeerMisbehaved(peer, code, kind):
                 self.misbehaved_by_code[code] = self.misbehaved_by_code.get(code, 0) + 1
                 if peer is not None:
                     self._on_heard(events.PeerHeard(peer), now_ns, actions)
-                    self.life.misread(peer, code, now_ns, actions)
+                    self.life.misread(peer, code, kind, now_ns, actions)
             case events.WorkerArrived(peer, hello):
                 self.life.arrive(peer, hello, now_ns, actions)
             case events.WorkerReady(peer, ready):

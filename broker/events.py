@@ -69,6 +69,7 @@ class PeerMisbehaved:
 
     peer: bytes | None
     code: str
+    kind: type | None = None  # class of the message, None if not even that could be read
 
 
 @dataclass(frozen=True, slots=True)

@@ -225,4 +225,4 @@ class Inbound:
             peer=peer[1:].hex() if peer else "",
             reason=error.message,
         )
-        self._tell(events.PeerMisbehaved(peer, error.code), now_ns)
+        self._tell(events.PeerMisbehaved(peer, error.code, error.kind), now_ns)

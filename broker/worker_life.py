@@ -22,10 +22,13 @@ from headrace.broker.worker_registry import (
     find_ready_fault,
 )
 from headrace.errors import Code
-from headrace.protocol.messages import Ready, Value, WorkerHello
+from headrace.protocol.messages import Done, Failed, Ready, Value, WorkerHello
 
 #: How long a worker's id is probed, in heartbeat intervals: one, and a quarter for the way there and back.
 PROBE_INTERVALS = 1.25
+
+#: What an unreadable message may have been, if it was the answer to a batch.
+_MAY_ANSWER = frozenset({None, Done, Failed})
 
 
 class WorkerLife:
@@ -208,20 +211,18 @@ class WorkerLife:
         message = f"batch {batch.batch} was expected to take {expected_ms} ms and has taken {held_ms} ms"
         actions.append(RefusePeer(worker.peer, Code.WORKER_STUCK, message, is_worker=True))
 
-    def misread(self, peer: bytes, code: str, now_ns: int, actions: list[Action]) -> None:
+    def misread(self, peer: bytes, code: str, kind: type | None, now_ns: int, actions: list[Action]) -> None:
         """A peer said what can't be read; why, it has been told. A worker's may have been the answer to a
         batch, which it believes to be over: it is lost, and its frames are tried elsewhere, each alone, so
-        that one whose result nobody can read is named. Or it was a READY, and it would wait for ever.
-
-        A message of a type that has no place here was neither."""
+        that one whose result nobody can read is named. Or it was its READY, and it would wait for ever."""
         worker = self._workers.by_peer.get(peer)
-        if worker is None or code == Code.UNEXPECTED_TYPE:
+        if worker is None:
             return
-        if worker.state is WorkerState.PREPARING:
-            message = f"what it said while it was prepared can't be read ({code})"
+        if kind is Ready or (kind is None and worker.state is WorkerState.PREPARING):
+            message = f"what it said can't be read ({code})"
             actions.append(RefusePeer(peer, Code.BAD_READY, message, is_worker=True))
             actions.append(Report("worker refused", {"worker": worker.id, "reason": message}))
-        elif worker.in_flight:
+        elif worker.in_flight and kind in _MAY_ANSWER:
             self.lose(worker, f"unreadable with batches in flight: {code}", now_ns, actions)
             message = "what it said can't be read while it had batches, which others get now: say hello again"
             actions.append(RefusePeer(peer, Code.UNKNOWN_PEER, message, is_worker=True))

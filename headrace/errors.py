@@ -107,11 +107,17 @@ class RemoteError(HeadraceError):
 
 
 class RemoteProtocolError(RemoteError):
-    """A message from a peer that breaks the protocol. Nothing was allocated on its behalf."""
+    """A message from a peer that breaks the protocol. Nothing was allocated on its behalf.
+
+    ``kind`` is the message's class, None if not even that could be read."""
+
+    kind: type | None = None
 
 
 class UnexpectedTypeError(RemoteProtocolError):
     """A message that has no place on the socket it came in on; ``kind`` is its class. The rest is unread."""
+
+    kind: type
 
     def __init__(self, kind: type, message: str) -> None:
         super().__init__(Code.UNEXPECTED_TYPE, message)

@@ -88,7 +88,11 @@ def decode(parts: Sequence[Buffer], limits: Limits, expected: frozenset[type] | 
         raise UnexpectedTypeError(
             kind, f"type {type_name} has no place here, which takes {', '.join(wanted)}"
         )
-    return read(header, parts[1:], limits)
+    try:
+        return read(header, parts[1:], limits)
+    except RemoteProtocolError as error:
+        error.kind = kind
+        raise
 
 
 # -- results ------------------------------------------------------------------------------------------

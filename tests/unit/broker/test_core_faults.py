@@ -17,6 +17,7 @@ from headrace.protocol.messages import (
     Done,
     Failed,
     FrameResult,
+    Heartbeat,
     Ready,
     SizeClassSpec,
     Status,
@@ -614,7 +615,7 @@ class TestIds:
             case "wrong number":
                 answer_probe(driver, b"w1", 2)
             case "unreadable":
-                driver.send(events.PeerMisbehaved(b"w1", "unexpected_type"))
+                driver.send(events.PeerMisbehaved(b"w1", "bad_field", Heartbeat))
             case _:
                 driver.send(events.WorkerReady(b"w1", replace(READY, worker="w")))
         actions = driver.wait(1_250)
@@ -934,14 +935,15 @@ class TestHeartbeats:
             * 2
         )
 
-    def test_unreadable_answer_loses_its_worker(self, driver: hr.CoreDriver) -> None:
+    @pytest.mark.parametrize("kind", [Done, Failed, None], ids=["done", "failed", "anything"])
+    def test_unreadable_answer_loses_its_worker(self, driver: hr.CoreDriver, kind: type | None) -> None:
         """The batch would be in flight for good otherwise: its frames go to others, and the worker is told to
         introduce itself again."""
         driver.join_worker(b"w1", slots=1)
         driver.push(*[hr.frame(f"s{number}") for number in range(2)])
         driver.tick()
 
-        actions = driver.send(events.PeerMisbehaved(b"w1", "size_mismatch"))
+        actions = driver.send(events.PeerMisbehaved(b"w1", "size_mismatch", kind))
         driver.join_worker(b"w2")
         again = hr.batches(driver.tick())
 
@@ -966,36 +968,42 @@ class TestHeartbeats:
         assert hr.ends(driver.actions) == [("s0", 0, "error", "poison_frame"), ("s1", 0, "ok", "")]
 
     @pytest.mark.parametrize(
-        ("code", "has_batch"), [("unexpected_type", True), ("bad_field", False)], ids=["readable", "idle"]
+        ("kind", "has_batch"), [(Heartbeat, True), (Done, False)], ids=["no answer", "idle"]
     )
     def test_misbehaviour_that_leaves_no_doubt_is_a_sign_of_life(
-        self, driver: hr.CoreDriver, code: str, has_batch: bool
+        self, driver: hr.CoreDriver, kind: type, has_batch: bool
     ) -> None:
-        """A message of the wrong type was no answer, and an idle worker owes none."""
+        """A message of another type was no answer, and an idle worker owes none."""
         driver.join_worker(b"w1")
         if has_batch:
             driver.push(hr.frame())
             driver.tick()
 
-        assert driver.send(events.PeerMisbehaved(b"w1", code)) == []
+        assert driver.send(events.PeerMisbehaved(b"w1", "bad_field", kind)) == []
 
-    def test_unreadable_ready_is_a_bad_one(self, driver: hr.CoreDriver) -> None:
+    @pytest.mark.parametrize("kind", [Ready, None], ids=["ready", "anything"])
+    def test_unreadable_ready_is_a_bad_one(self, driver: hr.CoreDriver, kind: type | None) -> None:
         """Else the worker would wait for batches and the broker for its READY."""
         driver.send(events.WorkerArrived(b"w1", hr.hello("w1")))
 
-        actions = driver.send(events.PeerMisbehaved(b"w1", "too_deep"))
+        actions = driver.send(events.PeerMisbehaved(b"w1", "too_deep", kind))
 
         assert refusals(actions) == [(b"w1", "bad_ready", True)]
         assert reports(actions) == ["worker refused"]
+
+    def test_unreadable_answer_from_before_its_hello_is_no_bad_ready(self, driver: hr.CoreDriver) -> None:
+        """It holds answers back while it has no session; nobody waits for those of a lost batch."""
+        driver.send(events.WorkerArrived(b"w1", hr.hello("w1")))
+
+        assert driver.send(events.PeerMisbehaved(b"w1", "size_mismatch", Done)) == []
 
     def test_silence_of_three_intervals_is_a_loss(self, driver: hr.CoreDriver) -> None:
         """Both roles; any message counts as a sign of life, also one that can't be read."""
         driver.join_worker(b"w1")
         driver.join_producer(b"p1")
-        driver.push(hr.frame(seq=0))
         driver.wait(1_000)
-        driver.send(events.PeerMisbehaved(b"w1", "unexpected_type"))
-        driver.push(BadFrame("bad_shape", "", "cam-1", 1, 1))
+        driver.send(events.PeerMisbehaved(b"w1", "bad_field"))
+        driver.push(BadFrame("bad_shape", "", "cam-1", 1, 1), hr.frame(seq=2))
 
         early = driver.wait(2_999)
         actions = driver.wait(1)

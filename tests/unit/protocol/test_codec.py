@@ -14,6 +14,7 @@ from headrace.protocol.messages import (
     BadFrame,
     Cancel,
     Discover,
+    Done,
     Failed,
     Frames,
     Heartbeat,
@@ -220,6 +221,24 @@ def test_another_version_is_refused(version):
         codec.decode(parts, LIMITS)
 
     assert caught.value.code == "bad_version"
+
+
+@pytest.mark.parametrize(
+    ("header", "kind"),
+    [
+        ({"type": "done", "batch": -1}, Done),
+        ({"type": "cancel"}, Cancel),
+        ({"type": "x"}, None),
+        ({"v": 2}, None),
+    ],
+    ids=repr,
+)
+def test_an_error_says_which_message_it_was(header, kind):
+    """As far as that could be read: who gets the error may have to know what is missing now."""
+    with pytest.raises(RemoteProtocolError) as caught:
+        codec.decode([msgpack.packb(header)], LIMITS)
+
+    assert caught.value.kind is kind
 
 
 @pytest.mark.parametrize("kind", ["frames", "", 5, None, True, ["frame"], {"frame": 1}, b"frame"], ids=repr)
