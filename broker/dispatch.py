@@ -48,7 +48,6 @@ from headrace.broker.promotion import Promotion
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
 from headrace.broker.settings import CoreSettings
-from headrace.broker.size_class import padding_waste
 from headrace.broker.stream_table import StreamTable
 from headrace.broker.trace import Story
 from headrace.broker.traffic import Traffic
@@ -444,7 +443,7 @@ class Dispatcher:
         record.state = FrameState.IN_FLIGHT
         record.attempt += 1
         record.batched_ns = now_ns
-        served.waste_sum += padding_waste(record.frame.shape, served.spec)
+        served.waste_sum += served.waste_of(record.frame.shape)
         stream = self._streams.by_name[record.frame.stream]
         if stream.latest is record:
             stream.latest = None

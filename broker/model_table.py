@@ -16,7 +16,7 @@ from headrace.broker.inflight import SuspectLine
 from headrace.broker.queues import ClassQueue
 from headrace.broker.records import FrameRecord
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
-from headrace.broker.size_class import SizeClasses
+from headrace.broker.size_class import MAX_KNOWN_SHAPES, SizeClasses, padding_waste
 from headrace.broker.traffic import ArrivalRate
 from headrace.protocol.messages import Fit, ModelProfile, ModelSpec, SizeClassSpec
 
@@ -43,10 +43,20 @@ class ServedClass:
     batches_count: int = 0
     frames_count: int = 0
     waste_sum: float = 0.0
+    waste_by_shape: dict[tuple[int, ...], float] = field(default_factory=dict)
     promoted_count: int = 0  # frames of this class that rode in a batch of a larger one
     expired_count: int = 0
     superseded_count: int = 0
     turnaround_ns: int = 0  # of the last batch, dispatch to DONE; 0 = none yet
+
+    def waste_of(self, shape: tuple[int, ...]) -> float:
+        """Return the share of the class's area that is padding when it holds a frame of this shape."""
+        waste = self.waste_by_shape.get(shape)
+        if waste is None:
+            if len(self.waste_by_shape) >= MAX_KNOWN_SHAPES:
+                self.waste_by_shape.clear()
+            waste = self.waste_by_shape[shape] = padding_waste(shape, self.spec)
+        return waste
 
     @property
     def waiting_count(self) -> int:

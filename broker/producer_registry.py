@@ -73,17 +73,19 @@ class ProducerRegistry:
         before, in this session or an earlier one."""
         session.finished += 1
         if status is not None:
-            session.by_status[status.value] = session.by_status.get(status.value, 0) + 1
+            session.by_status[status] = session.by_status.get(status, 0) + 1
         self._dirty[session.peer] = session
 
     def conclude_record(self, record: FrameRecord, status: Status) -> None:
         """Count the published outcome of an admitted frame, if its session still lives."""
-        if record.peer is None:
+        if not record.session:
             return
-        session = self.by_peer.get(record.peer)
+        session = self.by_peer.get(record.peer or b"")
         if session is None or session.number != record.session:
             return
-        self.conclude(session, status)
+        session.finished += 1
+        session.by_status[status] = session.by_status.get(status, 0) + 1
+        self._dirty[session.peer] = session
         if record.epoch == session.epoch:
             session.moved[record.frame.stream] = record.seq
 

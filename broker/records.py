@@ -55,6 +55,7 @@ class FrameRecord:
     batched_ns: int | None = None
     epoch: int = 0
     seq: int = 0
+    key: tuple[str, int, int] = ("", 0, 0)  # stream, epoch, seq
     session: int = 0  # number of the producer session that is credited for it; 0 = none
     end: End | None = None  # set exactly when state is FINISHED
     # The queue's own: written by queues.ClassQueue alone.

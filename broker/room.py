@@ -65,6 +65,8 @@ class Room:
             if refusal is not None:
                 return refusal
         old = stream.latest if frame.keep is Keep.LATEST else None
+        if old is None and self._has_room(stream, frame, served):
+            return self._check_deadline(frame, served, now_ns)
         full = (
             self._check_stream(stream, frame, served, old)
             or self._check_class(frame, served, old)
@@ -73,6 +75,15 @@ class Room:
         if full is not None:
             return Refusal(*full, self._forecast.retry_ms(served, now_ns))
         return self._check_deadline(frame, served, now_ns)
+
+    def _has_room(self, stream: Stream, frame: Frame, served: ServedClass) -> bool:
+        """True when none of the bounds is near: the usual case in one look; the checks have the words."""
+        return (
+            len(stream.order) < self._settings.max_unfinished_per_stream
+            and served.queue.stream_count(stream.name) < self._settings.max_queued_per_stream
+            and (served.max_queue_size == 0 or served.waiting_count < served.max_queue_size)
+            and self._outcomes.unfinished_bytes + frame.nbytes <= self._max_bytes[frame.priority]
+        )
 
     def _check_quarantine(self, frame: Frame, served: ServedClass, now_ns: int) -> Refusal | None:
         left_ns = self._quarantine.find(served.model, served.version, frame, now_ns)

@@ -14,6 +14,9 @@ from headrace.protocol.messages import Encoding, Fit, Frame, ImageInput, ModelSp
 #: Name of the one class of a model that takes plain tensors: no padding, the worker checks the shape.
 TENSOR_CLASS = "tensor"
 
+#: Kinds of frames whose place is remembered: cameras have a few, and a peer can't make it more.
+MAX_KNOWN_SHAPES = 1_024
+
 #: Channels a raw image may have: gray, colour, colour with an alpha channel that is dropped.
 _IMAGE_CHANNELS = (1, 3, 4)
 
@@ -25,6 +28,7 @@ class SizeClasses:
         self._spec = spec
         self._classes = tuple(sorted(classes, key=lambda c: (c.height * c.width, c.height, c.name)))
         self._by_name = {size_class.name: size_class for size_class in self._classes}
+        self._known: dict[tuple[object, ...], SizeClassSpec | Refusal] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,6 +44,15 @@ class SizeClasses:
 
         ``frame.shape`` is (height, width) or (height, width, channels) for image models.
         """
+        kind = (frame.shape, frame.dtype, frame.encoding)
+        place = self._known.get(kind)
+        if place is None:
+            if len(self._known) >= MAX_KNOWN_SHAPES:
+                self._known.clear()
+            place = self._known[kind] = self._find_place(frame)
+        return place
+
+    def _find_place(self, frame: Frame) -> SizeClassSpec | Refusal:
         image = self._spec.image
         if image is None:
             return self._place_tensor(frame)
