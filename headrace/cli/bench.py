@@ -245,6 +245,6 @@ def _pool_text(status: Mapping[str, Value]) -> str:
     ready = [each for each in workers if each.get("state") == "ready"]
     if not ready:
         return f"pool: broker {release!s} with no worker that is ready: frames wait until one comes"
-    kinds = Counter(f"{each.get('engine')!s} on {each.get('device')!s}" for each in ready)
+    kinds = Counter(" on ".join(dict.fromkeys((str(w.get("engine")), str(w.get("device"))))) for w in ready)
     who = ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
     return f"pool: broker {release!s} with ready workers: {who}"

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from hr_bench import PLAN, Played, told
+from hr_repo import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -263,6 +264,13 @@ def test_frames_that_wait_for_credits_are_told_from_a_slow_pool() -> None:
     played.run(50, latency_s=0.052)
 
     assert codes(played) == [NoticeCode.WAITED_OUTSIDE]
+
+
+def test_the_operations_guide_explains_every_notice() -> None:
+    """What it says and what to do about it."""
+    guide = (ROOT / "docs" / "operations.md").read_text()
+
+    assert [code for code in NoticeCode if f"| `{code}` |" not in guide] == []
 
 
 # -- the report -------------------------------------------------------------------------------------------
