@@ -5,7 +5,7 @@ SEEDS ?= 50
 MINUTES ?= 15
 SEED ?= 1
 
-.PHONY: check lint types test coverage demo bench docs clean chaos sim canary
+.PHONY: check lint types test coverage demo bench gpu docs clean chaos sim canary
 
 check: lint types
 
@@ -40,6 +40,11 @@ demo:
 
 bench:
 	$(PYTHON) -m benchmarks scale
+
+# On a machine with a GPU: the acceptance tests, then the table. Elsewhere the tests skip, with their reason.
+gpu:
+	$(PYTHON) -P -m pytest -q -rs tests/gpu
+	mkdir -p build && $(PYTHON) -m benchmarks gpu --json build/gpu.json
 
 docs:
 	$(PYTHON) -P -m headrace.config_docs docs/configuration.md

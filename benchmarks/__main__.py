@@ -23,6 +23,7 @@ BENCHMARKS = (
     "profile",
     "journal",
     "agreement",
+    "gpu",
 )
 
 
