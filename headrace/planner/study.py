@@ -121,8 +121,8 @@ class Study:
             low, high = high, min(high * 2, MAX_WORKERS)
             if low == high:
                 break
-            if len(rows) > 1 and rows[low].run.good_share <= _best_share(rows, low) + 1e-3:
-                # Twice the workers changed nothing: it is not the devices that are short.
+            last = rows[low].run
+            if not _is_short_of_workers(last) and last.good_share <= _best_share(rows, low) + 1e-3:
                 break
         else:
             while high - low > 1:
@@ -159,8 +159,14 @@ def cheapest(rows: Sequence[Row]) -> Row | None:
     return min(meeting, key=lambda row: (row.run.workers, -row.run.tally.good), default=None)
 
 
+def _is_short_of_workers(run: Run) -> bool:
+    """False when frames find an idle device, or run alone: more workers will hardly help."""
+    return run.utilisation > 0.9 and run.mean_batch > 1.1
+
+
 def _best_share(rows: dict[int, Row], but: int) -> float:
-    return max(row.run.good_share for workers, row in rows.items() if workers != but)
+    """Return the best share with other numbers of workers; none is better than no share at all."""
+    return max((row.run.good_share for workers, row in rows.items() if workers != but), default=-1.0)
 
 
 def _placers(plan: Plan) -> Callable[[tuple[str, tuple[int, ...]]], float]:

@@ -64,8 +64,17 @@ def test_an_objective_shorter_than_a_batch_is_not_searched_for_ever() -> None:
     rows = study(objective_ms=5.0).find_fewest(plan(), PolicyChoice())
 
     assert cheapest(rows) is None
-    assert len(rows) <= 4
+    assert len(rows) <= 6
     assert "were late" in study_report.verdict(rows, None, study(objective_ms=5.0))
+
+
+def test_the_search_goes_on_while_devices_are_short() -> None:
+    """Near the shortest latency that there is, twice the workers of full batches change nothing yet."""
+    rows = study(objective_ms=14.5).find_fewest(plan(), PolicyChoice())
+
+    best = cheapest(rows)
+    assert best is not None
+    assert best.run.workers > 2 * study().guess(plan())
 
 
 def test_a_policy_is_applied_to_every_class() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
 from headrace.clients.load.schedule import Pattern
-from headrace.planner.costs import Costs, Formula
+from headrace.planner.costs import Costs, Formula, ProfileEntry
 from headrace.planner.streams import PatternSource, TraceSource
 from headrace.planner.trace_file import TraceFrame, TraceKind
 from headrace.planner.world import Overheads, Run, World
@@ -112,6 +112,17 @@ def test_workers_heartbeats_are_answered() -> None:
 
     assert run.tally.good == 2
     assert long.tally.by_status == {Status.OK: 2}
+
+
+def test_size_classes_may_come_from_the_profile() -> None:
+    """A model whose classes the configuration leaves to its graph is served as the profile says."""
+    model = ModelSettings(ModelSpec("m", "1", image=ImageInput()))
+    costs = Costs([ProfileEntry("", SizeClassSpec("c", 8, 8, 4), Formula(10.0, 1.0))])
+
+    run = World(CoreSettings(models=(model,)), costs, 1).run(TraceSource([TraceFrame(0.1, "a", KIND)]), 1.0)
+
+    assert run.tally.by_status == {Status.OK: 1}
+    assert run.classes[0].size_class == "c"
 
 
 def test_no_workers_leave_frames_unfinished() -> None:
