@@ -241,12 +241,14 @@ class _Traffic:
         path = self.options["trace_path"]
         if path is None:
             return float(asked or 20.0)
-        last_s = 0.0
+        last_s, count = 0.0, 0
         for frame in read_trace(path):
             last_s = frame.time_s
+            count += 1
         if last_s == 0.0:
             raise ConfigError(f"{path}: holds no frames over any time: there is nothing to simulate")
-        whole_s = last_s / float(self.options["speed"])
+        # The last frame has its gap too.
+        whole_s = last_s * count / (count - 1) / float(self.options["speed"])
         return whole_s if asked is None else min(whole_s, float(asked))
 
     def source(self, seconds: float) -> Source:

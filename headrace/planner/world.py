@@ -51,8 +51,8 @@ DRAIN_NS = 60_000_000_000
 class Overheads:
     """What a pool on one host takes beside the device, in microseconds.
 
-    Measured with `python -m benchmarks agreement`, which prints the stages of a real run; on a network, add
-    its way to the first two and the last two.
+    `python -m benchmarks agreement` prints those of the machine it runs on. On a network, add its way to the
+    first two and the last two.
     """
 
     #: From the time a frame is due until the broker has it.

@@ -107,7 +107,8 @@ def test_a_trace_is_replayed(pool: Path, trace: Path) -> None:
     result = invoke("simulate", "--config", pool, "--trace", trace, "--workers", 1, "--json")
 
     told = json.loads(result.stdout)
-    assert told["seconds"] == pytest.approx(99 / 50)
+    assert told["seconds"] == pytest.approx(100 / 50)
+    assert told["alternatives"][0]["offered"] == 90  # the first tenth is warm-up
     assert told["alternatives"][0]["rejected_by_code"] == {"unknown_model": 1}
 
 
