@@ -36,7 +36,6 @@ class Ledger:
         self.code: list[str] = []
         self.pool_us: list[int | None] = []
         self.streams: list[int] = []
-        self.ok_latency_ms: list[float] = []
         self.first_messages: dict[str, str] = {}
         self.missed_count = 0
         self.is_missed_unknown = False
@@ -44,6 +43,8 @@ class Ledger:
         self.stranger_count = 0
         self.closed_by_status: Counter[Status] = Counter()
         self._closed_count = 0
+        self._recent_ms = [0.0] * RECENT_COUNT  # a ring, of which the first ``_ok_count`` are filled
+        self._ok_count = 0
         self._clock = clock
         self._stream_of = {name: index for index, name in enumerate(names)}
         self._frames_of: list[list[int]] = [[] for _ in names]
@@ -96,7 +97,7 @@ class Ledger:
 
     def recent_ms(self) -> list[float]:
         """Return the latencies of the latest ``ok`` frames."""
-        return self.ok_latency_ms[-RECENT_COUNT:]
+        return self._recent_ms[: self._ok_count]
 
     # -- the subscriber's thread ---------------------------------------------------------------------
 
@@ -124,7 +125,8 @@ class Ledger:
         self.pool_us[index] = item.timing.published_us
         self.code[index] = item.code
         if item.status is Status.OK:
-            self.ok_latency_ms.append((now_s - self.due_s[index]) * 1e3)
+            self._recent_ms[self._ok_count % RECENT_COUNT] = (now_s - self.due_s[index]) * 1e3
+            self._ok_count += 1
         elif item.code not in self.first_messages:
             self.first_messages[item.code] = item.message
         self.status[index] = item.status

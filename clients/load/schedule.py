@@ -20,8 +20,8 @@ Times = npt.NDArray[np.float64]
 BURST_RATIO = 3.0
 BURST_S, CALM_S = 0.2, 0.6
 
-#: Most frames of one step: their times are held in memory.
-MAX_FRAMES = 20_000_000
+#: Most frames of one run. What became of each is held in memory until the end, at about 250 bytes a frame.
+MAX_FRAMES = 5_000_000
 
 
 class Pattern(StrEnum):
@@ -53,7 +53,7 @@ def draw(pattern: Pattern, rate_per_s: float, duration_s: float, streams_count: 
     if rate_per_s * duration_s > MAX_FRAMES:
         raise ValueError(
             f"{rate_per_s:g} frames/s for {duration_s:g} s are {rate_per_s * duration_s:,.0f} frames;"
-            f" at most {MAX_FRAMES:,} make one step"
+            f" at most {MAX_FRAMES:,} make one run"
         )
     rng = np.random.default_rng(seed)
     match pattern:

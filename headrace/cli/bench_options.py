@@ -200,10 +200,11 @@ def build_plan(options: Mapping[str, Any], pool: Pool, seed: int) -> LoadPlan:
         lane=LaneChoice(options["lane"]),
         seed=seed,
     )
-    if max(plan.rates) * plan.step_s > MAX_FRAMES:
+    frames = sum(plan.rates) * plan.step_s
+    if frames > MAX_FRAMES:
         raise click.UsageError(
-            f"{max(plan.rates):g} frames/s for {plan.step_s:g} s are more than the {MAX_FRAMES:,} frames that"
-            " one step may have: give fewer --seconds"
+            f"the rates make {frames:,.0f} frames; what becomes of each is held in memory, so that at most"
+            f" {MAX_FRAMES:,} make one run: give fewer --seconds or rates"
         )
     return plan
 

@@ -20,11 +20,23 @@ from headrace.clients.lane import LaneChoice
 from headrace.clients.load import generator as gen
 from headrace.clients.load.figures import NoticeCode, StepResult, result_of
 from headrace.clients.load.generator import Generator, LoadPlan
+from headrace.clients.load.ledger import Ledger
 from headrace.clients.load.payloads import Content, Size
 from headrace.clients.load.schedule import Pattern
 from headrace.clients.producer import Producer
+from headrace.clients.records import Missed
+from headrace.errors import UnreachableError
 from headrace.exit_codes import ExitCode
-from headrace.protocol.messages import Encoding, Frame, FrameResult, Keep, Oversize, SizeClassSpec, Status
+from headrace.protocol.messages import (
+    Encoding,
+    Frame,
+    FrameResult,
+    Keep,
+    Outcome,
+    Oversize,
+    SizeClassSpec,
+    Status,
+)
 
 PLAN = LoadPlan(
     sizes=((Size(8, 8), 0.5), (Size(16, 12), 0.5)),
@@ -216,6 +228,42 @@ def test_a_generator_too_slow_for_its_schedule_says_so(
     assert result.unsent.get("sender", 0) > 0
     assert "window" not in result.unsent
     assert result.problems == ()
+
+
+def test_an_outcome_lost_on_the_way_here_is_noticed(
+    broker: hb.BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producers know that the frame ended: its outcome is waited for, and then said to be missing."""
+    monkeypatch.setattr(gen, "TAIL_LIMIT_S", 0.3)
+    real_put = Ledger.put
+
+    def lossy_put(self: Ledger, item: Outcome | Missed) -> None:
+        if not (isinstance(item, Outcome) and item.seq == 3):
+            real_put(self, item)
+
+    monkeypatch.setattr(Ledger, "put", lossy_put)
+    with AutoWorker(broker.endpoints):
+        result = load(broker.endpoints.frames)
+
+    assert result.counts.missed == 4
+    assert result.problems == ("4 frames ended but no outcome was seen; 0 were reported as missed",)
+
+
+def test_a_generator_that_can_not_connect_leaves_nothing_open(
+    broker: hb.BrokerThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its producers and its subscriber are closed, the error is the one that happened."""
+
+    def fail(self: Producer, timeout: float) -> None:
+        raise UnreachableError("no welcome")
+
+    monkeypatch.setattr(Producer, "wait_connected", fail)
+    before = threading.active_count()
+
+    with pytest.raises(UnreachableError, match="no welcome"):
+        Generator(broker.endpoints.frames, PLAN)
+
+    assert threading.active_count() == before
 
 
 def test_a_broker_that_dies_leaves_an_account_of_what_is_missing() -> None:
