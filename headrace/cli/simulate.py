@@ -35,8 +35,8 @@ Examples:
 Exit code 0: an alternative meets the objective. 1: none does.
 """
 
-#: Objects made between two looks for cycles. A run makes millions, which go by themselves: at Python's own 700
-#: the looking takes a fifth of the time.
+#: Objects made between two looks for cycles. A run makes millions, which go by themselves: at Python's own
+#: 700 the looking takes a fifth of the time.
 GC_THRESHOLD = 200_000
 
 #: Share of the run whose frames count for nothing: queues fill and costs are learned.
@@ -161,6 +161,7 @@ def _prepare(
     plans = [_plan(name, costs) for name in names or (None,)]
     for plan in plans:
         check_models(plan)
+        _say_estimated(plan)
     objective_ms = options["objective_ms"]
     if objective_ms is None:
         objective_ms = max(_objectives_ms(plans))
@@ -184,6 +185,16 @@ def _plan(name: str | None, costs: Costs) -> Plan:
     loaded = load_config(name, {})
     config = loaded.config
     return Plan(loaded.source, to_core_settings(config), costs, config.worker.slots)
+
+
+def _say_estimated(plan: Plan) -> None:
+    for model in plan.settings.models:
+        for size_class in plan.costs.classes_of(model.spec):
+            if plan.costs.is_estimated(model.spec, size_class):
+                say(
+                    f"headrace: {plan.label}: the profile has no run times of {model.spec.name}"
+                    f" {size_class.height}x{size_class.width}: estimated by area from those it has"
+                )
 
 
 def _objectives_ms(plans: list[Plan]) -> list[float]:

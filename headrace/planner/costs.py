@@ -87,7 +87,7 @@ class Costs:
         Raises ConfigError when neither has any."""
         if spec.size_classes:
             return spec.size_classes
-        found = tuple(entry.size_class for entry in self._entries if entry.model in ("", spec.name))
+        found = tuple(entry.size_class for entry in self._measured(spec))
         if not found:
             raise ConfigError(
                 f"model {spec.name}: its size classes are not known without its graph: write them as"
@@ -102,11 +102,10 @@ class Costs:
         (outside, in proportion to the nearest); else ``models.emulated``; else the default. Raises
         ConfigError when none of them is there.
         """
-        measured = [entry for entry in self._entries if entry.model in ("", spec.name)]
-        for entry in measured:
-            known = entry.size_class
-            if (known.height, known.width) == (size_class.height, size_class.width):
-                return entry.cost
+        measured = self._measured(spec)
+        entry = _find(measured, size_class)
+        if entry is not None:
+            return entry.cost
         if measured:
             return _between(measured, size_class)
         if spec.emulated is not None:
@@ -118,6 +117,22 @@ class Costs:
             " --profile FILE (`headrace status --json` of a pool, or [[costs]] tables), --cost"
             " BASE+PER_FRAME, or [models.emulated] in the configuration"
         )
+
+    def is_estimated(self, spec: ModelSpec, size_class: SizeClassSpec) -> bool:
+        """True when the profile has other classes of the model, but not this one."""
+        measured = self._measured(spec)
+        return bool(measured) and _find(measured, size_class) is None
+
+    def _measured(self, spec: ModelSpec) -> list[ProfileEntry]:
+        return [entry for entry in self._entries if entry.model in ("", spec.name)]
+
+
+def _find(entries: Sequence[ProfileEntry], size_class: SizeClassSpec) -> ProfileEntry | None:
+    for entry in entries:
+        known = entry.size_class
+        if (known.height, known.width) == (size_class.height, size_class.width):
+            return entry
+    return None
 
 
 def _between(entries: Sequence[ProfileEntry], size_class: SizeClassSpec) -> Measured:

@@ -127,6 +127,7 @@ def test_a_profile_replaces_the_emulated_cost(pool: Path, tmp_path: Path) -> Non
 
     result = simulate(pool, "--streams", 1, "--size", "64x64", "--workers", 1, "--profile", profile, "--json")
 
+    assert "128x128: estimated" in result.stderr
     assert 40 < json.loads(result.stdout)["alternatives"][0]["p50_ms"] < 45
 
 

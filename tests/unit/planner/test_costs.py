@@ -51,6 +51,7 @@ def test_a_class_that_was_not_measured_is_estimated_by_its_area() -> None:
 
     assert (between.run_ns(1), between.run_ns(8)) == (1_500_000, 3_000_000)
     assert below.run_ns(1) == 500_000
+    assert [costs.is_estimated(model(), one) for one in (SMALL, MIDDLE, LARGE)] == [False, True, False]
     assert above.run_ns(1) == 4_000_000
 
 
