@@ -135,8 +135,14 @@ class Link:
 
         A part that views a zmq.Frame is sent as that frame: its bytes are shared, not copied.
         """
+        send, last = self.socket.send, len(parts) - 1
         try:
-            self.socket.send_multipart([_shared(part) for part in parts], zmq.NOBLOCK, copy=False)
+            for index, part in enumerate(parts):
+                flags = zmq.NOBLOCK if index == last else zmq.NOBLOCK | zmq.SNDMORE
+                if type(part) is bytes:
+                    send(part, flags, copy=len(part) <= COPIED_BYTES)
+                else:
+                    send(_shared(part), flags, copy=False)
         except zmq.Again:
             return False
         return True
@@ -149,12 +155,18 @@ class Link:
             return None
 
     def receive_shared(self) -> list[Buffer] | None:
-        """Return one message's parts as views of ZeroMQ's own memory (nothing is copied), or None."""
+        """Return one message's parts, or None: large ones as views of ZeroMQ's own memory, others as bytes,
+        which is cheaper."""
+        parts: list[Buffer] = []
+        has_more = True
         try:
-            frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            while has_more:
+                part = self.socket.recv(zmq.NOBLOCK, copy=False)
+                has_more = part.more
+                parts.append(part.bytes if len(part) <= COPIED_BYTES else part.buffer)
         except zmq.Again:
             return None
-        return [frame.buffer for frame in frames]
+        return parts
 
     def close(self, linger_ms: int = 0) -> None:
         """Close socket and monitor. ``linger_ms`` is time for the last words, spent in the background."""

@@ -107,9 +107,10 @@ class SubscriberLoop:
             self._read(*self._links, ready)
             self._put_all()
         has_room = self._sink.has_room()
-        self._handle(se.Tick(has_room))
+        if self._session.needs_tick(has_room, time.monotonic_ns()):
+            self._handle(se.Tick(has_room))
+            self._put_all()
         self._read_results(wanted=has_room)
-        self._put_all()
         if self._session.state is not state:
             self._changed()
 

@@ -147,6 +147,11 @@ class SubscriberSession:
             case _:
                 assert_never(self.state)
 
+    def needs_tick(self, has_room: bool, now_ns: int) -> bool:
+        """Tell whether a Tick would do something: it need not come with every message."""
+        is_same = has_room is self._has_room and self.state is State.OPEN and not self._gaps
+        return not is_same or now_ns >= (self.next_wakeup_ns() or 0)
+
     def check_invariants(self) -> None:
         """Raise AssertionError when the session contradicts itself (a bug of ours)."""
         held = [outcome for state in self._streams.values() for outcome in state.all_held()]
@@ -213,8 +218,7 @@ class SubscriberSession:
             self._backoff.reset()
         self.state = State.AWAY
         self.away_reason = reason
-        self._unconfirmed = {}
-        self._pending = {}
+        self._unconfirmed, self._pending = {}, {}
         for state in self._streams.values():
             state.fetch_id = None
         self._retry_ns = now_ns + self._backoff.next_delay_ns()
@@ -323,8 +327,7 @@ class SubscriberSession:
         if not had_boot:
             return []
         # Requests to the old broker can only be answered by the new one, about something else.
-        self._pending = {}
-        self._gaps = {}
+        self._pending, self._gaps = {}, {}
         actions: list[Action] = []
         for state in self._streams.values():
             state.see_boot(boot)
@@ -360,8 +363,7 @@ class SubscriberSession:
         return Ask(Request(self._last_id, method, params))
 
     def _ask_positions(self, after: str, now_ns: int) -> Ask:
-        topics: list[Value] = [topic.decode() for topic in self.topics]
-        params: dict[str, Value] = {"topics": topics}
+        params: dict[str, Value] = {"topics": [topic.decode() for topic in self.topics]}
         has_earlier = not (self._is_settled or self._is_latest)
         if has_earlier:
             params["earlier"] = True
@@ -391,10 +393,8 @@ class SubscriberSession:
                     del self._gaps[stream]
                 continue
             first, end = gap[0], min(gap[1], gap[0] + FETCH_COUNT)
-            params: dict[str, Value] = {
-                "stream": stream, "boot": state.boot, "first": first, "last": end - 1,
-                "max_bytes": FETCH_BYTES,
-            }  # fmt: skip
+            params: dict[str, Value] = {"stream": stream, "boot": state.boot, "first": first}
+            params |= {"last": end - 1, "max_bytes": FETCH_BYTES}
             actions.append(self._ask("replay", params, Fetch(stream, state.boot, first, end, now_ns)))
             state.fetch_id = self._last_id
             fetch_count += 1

@@ -117,6 +117,7 @@ class Pipeline:
     ) -> None:
         self._make_engine = make_engine
         self._tell = tell
+        self._log = log.bind()  # bound once: the level is then checked without making a logger for each batch
         self._clock = clock
         self._pool = BufferPool()
         self._arenas = arenas or ArenaMappings()
@@ -382,7 +383,7 @@ class Pipeline:
             ran_us=ran_ns // 1000,
             total_us=(now_ns - job.received_ns) // 1000,
         )
-        log.debug(
+        self._log.debug(
             "batch done",
             batch=done.batch,
             model=f"{job.batch.model}:{job.batch.version}",

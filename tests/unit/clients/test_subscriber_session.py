@@ -718,3 +718,18 @@ def test_the_toy_broker_knows_its_ring() -> None:
     assert isinstance(reply, ReplayReply)
     assert [o.pub_seq for o in reply.outcomes] == [1, 2]
     assert reply.missed == ((0, 1),)
+
+
+def test_a_tick_is_needed_when_there_is_something_to_do(session: ss.SubscriberSession) -> None:
+    """While all goes well it is not: a turn that only delivers leaves it out."""
+    assert session.needs_tick(True, 0)
+    open_session(session, cam=0)
+    session.handle(TICK, 0)
+
+    assert not session.needs_tick(True, 1)
+    assert session.needs_tick(False, 1)
+    assert session.needs_tick(True, ss.QUIET_NS)
+    session.handle(published(0), 2)
+    assert not session.needs_tick(True, 3)
+    session.handle(published(2), 4)
+    assert session.needs_tick(True, 5)
