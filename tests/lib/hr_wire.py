@@ -238,6 +238,7 @@ SAMPLES: dict[str, Message] = {
     "discover": Discover(),
     "endpoints": ENDPOINTS,
     "hello": Hello(epoch=2**64 - 1, name="camera script", host_key="host"),
+    "hello arena": Hello(epoch=2, host_key="host", arena="headrace-0123456789abcdef.arena"),
     "welcome": Welcome(
         boot=11,
         credits=64,
