@@ -118,6 +118,14 @@ class SizeClassSection(Section):
         "A smaller frame is refused (`exact`), put at the top left unscaled (`pad`), or scaled"
         " with its aspect kept and centred (`letterbox`).",
     )
+    traffic_share: float = key(
+        1.0,
+        "share",
+        "Part of the frames expected in this class, in any unit. A GPU without room for all graphs captures"
+        " those with the larger share.",
+        ge=0,
+        le=1_000_000,
+    )
     policy: Policy | None = key(None, "policy", "As in [queues]; left out = the model's.")
     max_queue_delay_ms: Wait | None = key(None, "ms", "As in [queues]; left out = the model's.")
     objective_ms: float | None = key(

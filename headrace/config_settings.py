@@ -178,7 +178,9 @@ def _image_input(image: ImageSection) -> ImageInput:
 
 
 def _size_class(item: SizeClassSection) -> SizeClassSpec:
-    return SizeClassSpec(item.label, item.height, item.width, item.max_batch_size, Fit(item.fit))
+    return SizeClassSpec(
+        item.label, item.height, item.width, item.max_batch_size, Fit(item.fit), item.traffic_share
+    )
 
 
 def _local_models(loaded: LoadedConfig) -> tuple[LocalModel, ...]:

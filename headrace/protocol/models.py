@@ -46,13 +46,15 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class SizeClassSpec:
-    """A named padded input shape. ``channels`` is the model's (1 or 3)."""
+    """A named padded input shape. ``traffic_share`` is the part of the frames expected in it, in any unit:
+    where a GPU's memory does not hold all graphs, classes with the larger share get theirs."""
 
     name: str
     height: int
     width: int
     max_batch_size: int = 8
     fit: Fit = Fit.PAD
+    traffic_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ MAX_BUCKETS: Final = 64
 MAX_NOTES: Final = 64
 MAX_SIDE_PIXELS: Final = 65_536  # what a JPEG can be at most
 MAX_BATCH_SIZE: Final = 4_096
+MAX_TRAFFIC_SHARE: Final = 1e6
 MAX_MILLISECONDS: Final = 1e9  # eleven days: any time that is measured or configured is below
 MAX_FIGURE: Final = 1e18  # bytes and nanoseconds of any device are below
 _MAX_COLOR_VALUE: Final = 1e9  # scale, mean and std: anything finite and sane
@@ -173,6 +174,7 @@ _SIZE_CLASS: Final = Schema(
         "width": integer(0, MAX_SIDE_PIXELS),
         "max_batch_size": integer(1, MAX_BATCH_SIZE),
         "fit": choice(m.Fit),
+        "traffic_share": number(0.0, MAX_TRAFFIC_SHARE),
     },
 )
 _read_sides: Final = _SIZE_CLASS.reader()

@@ -330,6 +330,7 @@ class RecordingSession:
         self._smallest_captured: int | None = None
         self.has_graphs = inner.has_graphs
         self.output_names = inner.output_names
+        self.strays = inner.strays
 
     def bind(self, inputs: Sequence[BoundTensor], outputs: Sequence[BoundTensor]) -> Binding:
         return self._inner.bind(inputs, outputs)

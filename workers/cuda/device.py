@@ -56,10 +56,13 @@ class Lane(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MemoryInfo:
-    """Bytes of the device: free and in all, as the driver sees them (every process counts)."""
+    """Bytes of the device: free and in all, as the driver sees them (every process counts); what torch has
+    reserved from it, and what of that is in use."""
 
     free_bytes: int
     total_bytes: int
+    torch_reserved_bytes: int = 0
+    torch_allocated_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,10 @@ class Session(Protocol):
     def has_graphs(self) -> bool: ...
     @property
     def output_names(self) -> Sequence[str]: ...
+    @property
+    def strays(self) -> tuple[str, ...]:
+        """Return the operators that do not run on the device, each with its number of nodes."""
+        ...
 
     def bind(self, inputs: Sequence[BoundTensor], outputs: Sequence[BoundTensor]) -> Binding:
         """Bind addresses; whoever owns the memory keeps it for as long as the binding is used."""

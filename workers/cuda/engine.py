@@ -16,7 +16,7 @@ computed after it is published, and the bucket is remembered as one to run plain
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,15 +63,13 @@ log = structlog.get_logger()
 @dataclass(frozen=True, slots=True)
 class CudaSettings:
     """``slots``: batches in flight, 2 or more for an overlap. ``memory_limit_bytes`` (None: no bound) holds
-    for graphs with their inputs and outputs, and for the arena of each session. ``shares``: traffic expected
-    per size class, for the choice of what is captured when not all fits."""
+    for graphs with their inputs and outputs, and for the arena of each session."""
 
     slots: int = 3
     memory_limit_bytes: int | None = None
     has_graphs: bool = True
     conv_search: str = "HEURISTIC"
     prefers_nhwc: bool = False
-    shares: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +137,9 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         io = describe(spec, read_model(files[graph], weights, label=f"{label} ({graph})"))
         notes: list[str] = []
         session = self._open(label, io, notes)
+        if session.strays:
+            notes.append(f"runs partly on the CPU, which is slow: {', '.join(session.strays)}")
+            log.warning("model runs partly on the CPU", model=label, operators=list(session.strays))
         classes = {c.name: ServedClass(c, io.plans(c)) for c in io.classes}
         self._models[ModelKey(spec.name, spec.version)] = CudaModel(
             label, spec.files[0].sha256, io, session, classes, notes
@@ -212,6 +213,14 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             bucket.usage.host_ns += host_time_ns() - begun_ns
             self._finished.put(_InFlight(batch, slot, bucket))
 
+    def close(self) -> None:
+        """Release the models once nothing of them is on the device; see EngineBase."""
+        if not self._is_closed:
+            # A graph that is destroyed while it runs takes the process with it.
+            with self._gate.use(), contextlib.suppress(CudaFaultError):
+                self._device.drain()
+        super().close()
+
     # -- completion thread -----------------------------------------------------------------------------
 
     def collect(self) -> BatchOutputs:
@@ -247,6 +256,9 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         with self._gate.use():
             memory = self._device.memory()
         found["device_memory_free_bytes"] = memory.free_bytes
+        # What torch took from the driver and what of it is in use: the rest is lost to others.
+        found["torch_reserved_bytes"] = memory.torch_reserved_bytes
+        found["torch_allocated_bytes"] = memory.torch_allocated_bytes
         found["graph_budget_used_bytes"] = self._capturer.budget.used_bytes
         if self._staging is not None:
             found["unpinned_batches_total"] = self._staging.unpinned_count
@@ -295,7 +307,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
                 bucket.why_plain = "the session has no graphs"
             return
         wanted: list[Candidate] = []
-        for each in candidates(loaded, shapes, self._settings.shares or {}):
+        for each in candidates(loaded, shapes):
             reason = self._suspects.reason(each.bucket.key)
             if reason:
                 each.bucket.why_plain = f"failed earlier: {reason}"

@@ -7,6 +7,7 @@ off for replays alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -14,8 +15,17 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from headrace.errors import DeviceError
-from headrace.workers.cuda.device import PLAIN, Binding, BoundTensor, SessionOptions, classify
+from headrace.errors import DeviceError, ModelError
+from headrace.workers.cuda.device import (
+    PLAIN,
+    Binding,
+    BoundTensor,
+    CudaFaultError,
+    OutOfMemoryError,
+    RunFailedError,
+    SessionOptions,
+    classify,
+)
 from headrace.workers.onnx_model import OnnxModel, first_line, open_session
 
 if TYPE_CHECKING:
@@ -38,11 +48,19 @@ class OrtSession:
     """A session whose tensors stand on ``device_type`` addresses. Errors are told by text: ONNX Runtime has
     no public root of its error classes."""
 
-    def __init__(self, session: onnxruntime.InferenceSession, device_type: str, *, has_graphs: bool) -> None:
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        device_type: str,
+        *,
+        has_graphs: bool,
+        strays: tuple[str, ...] = (),
+    ) -> None:
         self._session = session
         self._device_type = device_type
         self._options: dict[tuple[int, bool], onnxruntime.RunOptions] = {}
         self.has_graphs = has_graphs
+        self.strays = strays
         self.output_names: list[str] = [output.name for output in session.get_outputs()]
 
     def bind(self, inputs: Sequence[BoundTensor], outputs: Sequence[BoundTensor]) -> Binding:
@@ -106,7 +124,16 @@ def open_cuda_session(model: OnnxModel, options: SessionOptions, compute_stream:
     }
     if options.memory_limit_bytes is not None:
         provider["gpu_mem_limit"] = str(options.memory_limit_bytes)
-    session = open_session(model, _session_options(), providers=[(CUDA_PROVIDER, provider)])
+    session_options = _session_options()
+    session_options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    try:
+        session = open_session(model, session_options, providers=[(CUDA_PROVIDER, provider)])
+    except ModelError as error:
+        # The model is not at fault when the device is: another process, or another minute, may serve it.
+        kind = classify(str(error.__cause__))
+        if kind is RunFailedError:
+            raise
+        raise (DeviceError if kind is OutOfMemoryError else CudaFaultError)(str(error)) from error
     found = session.get_providers()
     if not found or found[0] != CUDA_PROVIDER:
         raise DeviceError(
@@ -114,7 +141,16 @@ def open_cuda_session(model: OnnxModel, options: SessionOptions, compute_stream:
             " a CUDA or cuDNN library is missing or too old: pip install 'headrace[gpu]', without the"
             " package onnxruntime beside it"
         )
-    return OrtSession(session, "cuda", has_graphs=options.has_graphs)
+    return OrtSession(session, "cuda", has_graphs=options.has_graphs, strays=strays_of(session))
+
+
+def strays_of(session: onnxruntime.InferenceSession, provider: str = CUDA_PROVIDER) -> tuple[str, ...]:
+    """Return the operators that do not run on ``provider``, as "Resize x3", in the order of their names."""
+    counts: Counter[str] = Counter()
+    for subgraph in session.get_provider_graph_assignment_info():
+        if subgraph.ep_name != provider:
+            counts.update(node.op_type for node in subgraph.get_nodes())
+    return tuple(f"{op_type} x{count}" for op_type, count in sorted(counts.items()))
 
 
 def open_host_session(model: OnnxModel, *, has_graphs: bool, threads: int = 1) -> OrtSession:

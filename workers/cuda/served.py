@@ -168,12 +168,12 @@ def make_buckets(device: Device, model: CudaModel, shapes: list[Shape], batching
     return [model.buckets[shape.size_class, shape.rows] for shape in shapes]
 
 
-def candidates(model: CudaModel, shapes: list[Shape], shares: Mapping[str, float]) -> list[Candidate]:
-    """Return the buckets as the capturer takes them; ``shares`` is the traffic expected per size class."""
+def candidates(model: CudaModel, shapes: list[Shape]) -> list[Candidate]:
+    """Return the buckets as the capturer takes them."""
     return [
         Candidate(
             model.buckets[shape.size_class, shape.rows],
-            shares.get(shape.size_class, 1.0),
+            model.classes[shape.size_class].size_class.traffic_share,
             shape.singles,
             shape.expected,
         )

@@ -140,8 +140,9 @@ class TorchDevice:
 
     def memory(self) -> MemoryInfo:
         """Return what the driver says."""
-        free, total = self._call(self._torch.cuda.mem_get_info)
-        return MemoryInfo(int(free), int(total))
+        cuda = self._torch.cuda
+        free, total = self._call(cuda.mem_get_info)
+        return MemoryInfo(int(free), int(total), int(cuda.memory_reserved()), int(cuda.memory_allocated()))
 
     def register_host(self, address: int, nbytes: int) -> None:
         """Pin foreign memory. Raises DeviceError with CUDA's words."""

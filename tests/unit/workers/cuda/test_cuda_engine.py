@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import hr_models
@@ -90,10 +91,10 @@ def test_a_budget_leaves_the_classes_with_less_traffic_plain(tmp_path: Path) -> 
     one = ESTIMATED_GRAPH_BYTES + 100_000
     site = GpuSite(
         tmp_path,
-        settings=CudaSettings(slots=3, memory_limit_bytes=3 * one, shares={"small": 9.0, "large": 1.0}),
+        settings=CudaSettings(slots=3, memory_limit_bytes=3 * one),
     )
 
-    profile = site.load()
+    profile = site.load(classes=[replace(SMALL, traffic_share=9.0), LARGE])
 
     assert [site.bucket(rows, "small").graph_id != PLAIN for rows in (1, 2, 4)] == [True, True, True]
     assert [site.bucket(rows, "large").graph_id != PLAIN for rows in (1, 2, 4)] == [False, False, False]
