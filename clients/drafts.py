@@ -173,10 +173,8 @@ class Drafts:
             data = prepared.data
             form = Form(prepared.nbytes, prepared.shape, prepared.dtype, prepared.encoding, prepared.inputs)
             if form.nbytes > limits.max_frame_bytes:
-                raise InvalidFrameError(
-                    Code.FRAME_TOO_LARGE,
-                    f"{form.nbytes} bytes; the broker's limit is {limits.max_frame_bytes}",
-                )
+                text = f"{form.nbytes} bytes; the broker's limit is {limits.max_frame_bytes}"
+                raise InvalidFrameError(Code.FRAME_TOO_LARGE, text)
             if len(self._last) >= MAX_REMEMBERED:
                 self._last.clear()
             dtype = _plain_dtype(image, form)
