@@ -1,0 +1,140 @@
+"""A worker's mappings of producers' arenas, and the frames that it stages from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hr_worker import batch_of, gradient, image_frame, image_plan, jpeg, raw_frame
+
+from headrace.arena import ArenaReader, ArenaWriter
+from headrace.errors import Code, InvalidFrameError
+from headrace.protocol.messages import Encoding, Frame, Limits, ShmRef
+from headrace.workers import arenas
+from headrace.workers.arenas import ArenaMappings
+from headrace.workers.staging import BufferPool, Stager
+
+NBYTES = 256 * 1024
+RGB = gradient(24, 32)
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[ArenaWriter]:
+    made = ArenaWriter.create(NBYTES, 7, tmp_path)
+    yield made
+    made.close()
+
+
+def in_slot(writer: ArenaWriter, frame: Frame) -> Frame:
+    """Return the frame with its payload in shared memory."""
+    assert not isinstance(frame.payload, ShmRef)
+    slot = writer.take(frame.nbytes)
+    assert slot is not None
+    writer.view(slot)[:] = memoryview(frame.payload).cast("B")
+    return replace(frame, payload=slot)
+
+
+def test_frames_in_shared_memory_are_staged_as_inline_ones(writer: ArenaWriter, tmp_path: Path) -> None:
+    """Raw and encoded, row by row the same."""
+    inline = [raw_frame(RGB), image_frame(jpeg(RGB), Encoding.JPEG, 24, 32), raw_frame(RGB[::-1])]
+    stager = Stager(BufferPool(), Limits(), ArenaMappings(tmp_path))
+
+    expected = stager.stage(batch_of(*inline), image_plan())
+    found = stager.stage(batch_of(*[in_slot(writer, frame) for frame in inline]), image_plan())
+
+    assert expected.batch is not None
+    assert found.batch is not None
+    assert found.failures == {}
+    assert found.rows == expected.rows
+    np.testing.assert_array_equal(found.batch.inputs[0].array, expected.batch.inputs[0].array)
+
+
+def test_a_slot_that_was_freed_is_the_error_of_its_frame(writer: ArenaWriter, tmp_path: Path) -> None:
+    """Its neighbours close ranks."""
+    frames = [in_slot(writer, raw_frame(RGB)) for _ in range(3)]
+    freed = frames[1].payload
+    assert isinstance(freed, ShmRef)
+    writer.free(freed)
+
+    result = Stager(BufferPool(), Limits(), ArenaMappings(tmp_path)).stage(batch_of(*frames), image_plan())
+
+    assert {index: failure.code for index, failure in result.failures.items()} == {1: Code.STALE_SLOT}
+    assert [row.index for row in result.rows] == [0, 2]
+
+
+def test_a_slot_that_is_freed_while_it_is_staged_is_not_used(
+    writer: ArenaWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row was written, perhaps from two frames: it is worthless."""
+    frame = in_slot(writer, raw_frame(RGB))
+    slot = frame.payload
+    assert isinstance(slot, ShmRef)
+    stager = Stager(BufferPool(), Limits(), ArenaMappings(tmp_path))
+    stage_row = stager._stage_row
+
+    def and_free(*arguments: object) -> object:
+        staged = stage_row(*arguments)  # type: ignore[arg-type]
+        writer.free(slot)
+        return staged
+
+    monkeypatch.setattr(stager, "_stage_row", and_free)
+    result = stager.stage(batch_of(frame), image_plan())
+
+    assert {index: failure.code for index, failure in result.failures.items()} == {0: Code.STALE_SLOT}
+
+
+def test_an_arena_is_mapped_once_and_unmapped_with_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine is told of both, in this order, and may register the memory between."""
+    told: list[tuple[str, str]] = []
+    mappings = ArenaMappings(
+        tmp_path,
+        on_open=lambda reader: told.append(("open", reader.name)),
+        on_close=lambda reader: told.append(("close", reader.name)),
+    )
+    first, second = (ArenaWriter.create(NBYTES, 7, tmp_path) for _ in range(2))
+    refs = [writer.take(100) for writer in (first, second)]
+    assert refs[0] is not None
+    assert refs[1] is not None
+    readers = [mappings.reader(ref) for ref in (refs[0], refs[0], refs[1])]
+    first.close()
+    monkeypatch.setattr(arenas, "SWEEP_S", 0.0)
+    mappings.sweep()
+
+    assert readers[0] is readers[1]
+    assert all(isinstance(reader, ArenaReader) for reader in readers)
+    assert told == [("open", first.name), ("open", second.name), ("close", first.name)]
+    assert mappings.count == 1
+    mappings.close()
+    second.close()
+    assert told[-1] == ("close", second.name)
+
+
+def test_mappings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was opened first goes; its producer's next frame opens it again."""
+    monkeypatch.setattr(arenas, "MAX_MAPPINGS", 2)
+    mappings = ArenaMappings(tmp_path)
+    writers = [ArenaWriter.create(NBYTES, 7, tmp_path) for _ in range(3)]
+    refs = [writer.take(100) for writer in writers]
+    for ref in refs:
+        assert ref is not None
+        mappings.reader(ref)
+
+    assert mappings.count == 2
+    assert refs[0] is not None
+    assert mappings.reader(refs[0]).copy(refs[0]) == bytes(100)
+    mappings.close()
+    for writer in writers:
+        writer.close()
+
+
+@pytest.mark.parametrize("folder", ["here", None], ids=["no such arena", "lane off"])
+def test_an_arena_that_is_not_there_is_a_stale_slot(tmp_path: Path, folder: str | None) -> None:
+    mappings = ArenaMappings(None if folder is None else tmp_path)
+
+    with pytest.raises(InvalidFrameError, match="stale_slot"):
+        mappings.reader(ShmRef("headrace-0123456789abcdef.arena", 4160, 1, 1))
