@@ -33,8 +33,8 @@ _log = logging.getLogger("headrace.clients.producer")
 #: dozens of camera processes; it holds 64 unfinished frames (the default credits) of 1 MiB, 24 of 1280x720x3.
 DEFAULT_SHM_BYTES = 64 * 1024 * 1024
 
-#: Payloads below this size go inline: a small message part costs less than a slot and what names it. CPU per
-#: frame of all processes together, inline and shm, in us: 1 KiB 66 and 69; 4 KiB 77 and 76; 12 KiB 103 and 73;
+#: Payloads below this size go inline: a small message part costs less than a slot and what names it. CPU of
+#: all processes per frame, inline and shm, in us: 1 KiB 66 and 69; 4 KiB 77 and 76; 12 KiB 103 and 73;
 #: 16 KiB 118 and 81; 48 KiB 172 and 80 (the better of two runs on two busy cores).
 MIN_SLOT_BYTES = 4 * 1024
 
