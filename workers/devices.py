@@ -13,11 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 
 from headrace.errors import ConfigError, DeviceError
 from headrace.workers.engine import Engine
+
+if TYPE_CHECKING:
+    from headrace.workers.cuda.arena_pins import ArenaPins
 
 log = structlog.get_logger()
 
@@ -28,12 +32,13 @@ DEVICES = ("auto", "cpu", "cuda", "emulated")
 class Device:
     """A device that is there. ``engine`` and ``name`` are what status shows; ``make_engine`` may be called
     again whenever the models change. ``figures`` tells of the device, from any one thread (None: nothing to
-    tell)."""
+    tell). ``pins`` lets it read producers' arenas by itself."""
 
     engine: str
     name: str
     make_engine: Callable[[], Engine]
     figures: Callable[[], dict[str, float]] | None = None
+    pins: ArenaPins | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ def _emulated() -> Engine:
 
 def _cuda(options: GpuOptions) -> Device:
     """Return the GPU that this process sees. torch first: ONNX Runtime finds the CUDA libraries it loads."""
+    from headrace.workers.cuda.arena_pins import ArenaPins
     from headrace.workers.cuda.engine import CudaEngine, CudaSettings
     from headrace.workers.cuda.nvml import open_nvml
     from headrace.workers.cuda.suspects import Suspects
@@ -122,7 +128,7 @@ def _cuda(options: GpuOptions) -> Device:
             found |= engine.figures()
         return found
 
-    return Device("cuda", device.name, make, figures)
+    return Device("cuda", device.name, make, figures, ArenaPins(device))
 
 
 def why_no_cuda() -> str:

@@ -12,6 +12,7 @@ engine from ``submit`` until its ``collect`` returns, so that a device may read 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -45,6 +46,27 @@ class InputBuffer:
     array: NDArray[np.generic]
 
 
+class DirectSource(Protocol):
+    """Memory that a device reads by itself."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectRow:
+    """A row that the device reads where its producer wrote it, ``nbytes`` from ``offset``: in the staging
+    buffer nothing stands there. ``is_valid`` tells afterwards whether it still was that frame's."""
+
+    row: int
+    source: DirectSource
+    offset: int
+    nbytes: int
+    is_valid: Callable[[], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class StagedBatch:
     """A batch that stands in its staging buffers. ``count`` real rows, ``bucket`` >= count rows in all."""
@@ -55,19 +77,22 @@ class StagedBatch:
     count: int
     bucket: int
     inputs: tuple[InputBuffer, ...]
+    direct: tuple[DirectRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class BatchOutputs:
     """Outputs of one batch: name -> array whose first axis is ``count`` (padding rows already cut off).
     ``error`` is set, and ``outputs`` empty, when the run failed; ``is_fatal`` means the device itself can't
-    be trusted any more and the worker must exit without publishing."""
+    be trusted any more and the worker must exit without publishing. ``stale_rows`` were computed from direct
+    rows that were no longer their frames': their outputs are worthless."""
 
     batch: int
     outputs: dict[str, NDArray[np.generic]]
     ran_ns: int
     error: str = ""
     is_fatal: bool = False
+    stale_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ from headrace.workers.adapters import Adapter, load_adapter
 from headrace.workers.arenas import SWEEP_S, ArenaMappings
 from headrace.workers.engine import BatchOutputs, Engine, EngineMisuseError, ModelKey
 from headrace.workers.results import fitted, in_batch_order
-from headrace.workers.staging import BufferPool, Stager, StagingPlan, StagingResult
+from headrace.workers.staging import BufferPool, Pins, Stager, StagingPlan, StagingResult
 from headrace.workers.worker_events import (
     BatchFinished,
     EngineFailed,
@@ -113,6 +113,7 @@ class Pipeline:
         *,
         limits: Limits | None = None,
         arenas: ArenaMappings | None = None,
+        pins: Pins | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self._make_engine = make_engine
@@ -121,7 +122,7 @@ class Pipeline:
         self._clock = clock
         self._pool = BufferPool()
         self._arenas = arenas or ArenaMappings()
-        self._stager = Stager(self._pool, limits or Limits(), self._arenas)
+        self._stager = Stager(self._pool, limits or Limits(), self._arenas, pins)
         self._served = _Served()
         self._lock = threading.Lock()
         self._staging_lock = threading.Lock()  # stager and arenas have one owner at a time
@@ -368,6 +369,9 @@ class Pipeline:
             log.exception("adapter broke", adapter=adapter.name, batch=job.batch.batch)
             broken = f"adapter {adapter.name} failed; the worker's log says why"
             results = [FrameResult(Status.ERROR, Code.POST_PROCESS_FAILED, broken)] * len(staging.rows)
+        if outputs.stale_rows:
+            stale = FrameResult(Status.ERROR, Code.STALE_SLOT, "the slot was no longer that of this frame")
+            results = [stale if n in outputs.stale_rows else result for n, result in enumerate(results)]
         self._release(job)
         self._finish_done(job, results, outputs.ran_ns)
 
@@ -400,6 +404,7 @@ class Pipeline:
         self._finish(job, Failed(job.batch.batch, str(code), message))
 
     def _finish(self, job: _Job, message: Done | Failed) -> None:
+        job.staging = None  # a loop may hold the job until its next: what it was staged from is free now
         with self._lock:
             # A number can come again (another broker) while the old batch is still inside.
             if self._jobs.get(job.batch.batch) is job:

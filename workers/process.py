@@ -89,7 +89,10 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     def make_pipeline(tell: Callable[[Event], None]) -> Pipeline:
         if figures is not None:
             Poller(figures, tell)  # ends with the process
-        return Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder))
+        if device.pins is None:
+            return Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder))
+        arenas = ArenaMappings(settings.shm_folder, on_close=device.pins.release)
+        return Pipeline(make_engine, tell, arenas=arenas, pins=device.pins)
 
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),

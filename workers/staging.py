@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import cast
+from typing import Protocol, cast
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.arena import ArenaReader
 from headrace.errors import Code, InvalidFrameError
 from headrace.protocol.messages import (
     Batch,
@@ -41,7 +42,7 @@ from headrace.protocol.messages import (
 from headrace.protocol.per_frame import per_frame
 from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import decode_image
-from headrace.workers.engine import InputBuffer, InputPlan, ModelKey, StagedBatch
+from headrace.workers.engine import DirectRow, InputBuffer, InputPlan, ModelKey, StagedBatch
 from headrace.workers.geometry import Placement, place
 from headrace.workers.pixels import Pixels, place_image
 
@@ -112,6 +113,10 @@ class BufferPool:
             for each in plan.inputs
         )
 
+    def takes_direct_rows(self, plan: StagingPlan, bucket: int) -> bool:
+        """Tell whether the engine reads rows of this bucket from arenas by itself."""
+        return False
+
     def give_back(self, batch: StagedBatch) -> None:
         """Take the buffers of a batch that nothing reads any more."""
         nbytes = _nbytes(batch.inputs)
@@ -128,12 +133,29 @@ class BufferPool:
             self.idle_bytes = 0
 
 
+class Pins(Protocol):
+    """Arenas that a device can read by itself."""
+
+    def row(self, row: int, reader: ArenaReader, ref: ShmRef) -> DirectRow | None:
+        """Return a payload as a row for the device, None when it must be copied.
+
+        Raises InvalidFrameError ``stale_slot``."""
+        ...
+
+
 class Stager:
     """Stages batches one after another; owned by one thread."""
 
-    def __init__(self, pool: BufferPool, limits: Limits, arenas: ArenaMappings | None = None) -> None:
+    def __init__(
+        self,
+        pool: BufferPool,
+        limits: Limits,
+        arenas: ArenaMappings | None = None,
+        pins: Pins | None = None,
+    ) -> None:
         self._pool = pool
         self._arenas = arenas or ArenaMappings(None)
+        self._pins = pins
         self.limits = limits
 
     def use_pool(self, pool: BufferPool) -> None:
@@ -158,10 +180,16 @@ class Stager:
         rows: list[StagedRow] = []
         failures: dict[int, FrameResult] = {}
         plain = _PlainRows.of(plan, buffers)
+        pins = self._pins if not is_dynamic and self._pool.takes_direct_rows(plan, bucket) else None
+        direct: list[DirectRow] = []
         for index, frame in enumerate(batch.frames):
             try:
                 if plain is not None and plain.takes(frame):
-                    self._copy_plain(frame, plain, len(rows))
+                    left = self._leave_to_device(frame, pins, len(rows))
+                    if left is not None:
+                        direct.append(left)
+                    else:
+                        self._copy_plain(frame, plain, len(rows))
                     rows.append(StagedRow(index, plain.placement, ()))
                     continue
                 placement, flags = self._stage_frame(frame, plan, buffers, len(rows))
@@ -173,7 +201,9 @@ class Stager:
                 )
             else:
                 rows.append(StagedRow(index, placement, flags))
-        staged = StagedBatch(batch.batch, plan.model, plan.size_class.name, len(rows), bucket, inputs=buffers)
+        staged = StagedBatch(
+            batch.batch, plan.model, plan.size_class.name, len(rows), bucket, buffers, tuple(direct)
+        )
         for buffer in buffers:
             buffer.array[len(rows) :] = 0
         if rows:
@@ -181,6 +211,12 @@ class Stager:
         if not is_dynamic:
             self._pool.give_back(staged)
         return StagingResult(None, (), failures)
+
+    def _leave_to_device(self, frame: Frame, pins: Pins | None, row: int) -> DirectRow | None:
+        payload = frame.payload
+        if pins is None or not isinstance(payload, ShmRef):
+            return None
+        return pins.row(row, self._arenas.reader(payload), payload)
 
     def _copy_plain(self, frame: Frame, plain: _PlainRows, row: int) -> None:
         payload = frame.payload

@@ -23,6 +23,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from headrace.errors import DeviceError, ModelError
 from headrace.workers.cuda.device import (
     PLAIN,
     Binding,
@@ -107,6 +108,7 @@ class Faults:
     dies_when_serving: bool = False
     dies_in_capture: set[int] = field(default_factory=set)
     graph_bytes: int = 1000
+    refuses_memory: str = ""
     time_ns: Callable[[str], int] = lambda name: 1000
 
 
@@ -122,6 +124,7 @@ class RecordingDevice:
         self.captures: list[int] = []
         self.sessions: list[RecordingSession] = []
         self.registered: dict[int, int] = {}
+        self.unregistered: set[int] = set()
         self.is_sealed = False
         self.is_lost = False
         self._inner = HostDevice()
@@ -151,15 +154,25 @@ class RecordingDevice:
         self._allocate(nbytes)
         return RecordedBlock(cast("HostMemory", self._inner.pinned_block(nbytes)), self)
 
-    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream) -> None:
+    def copy(
+        self,
+        target: Block,
+        source: Block,
+        nbytes: int,
+        stream: Stream,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
         lane = _lane(stream)
         with self._lock:
             self._check_call(f"copy on {lane}")
             tick = self._enqueue(lane)
-            self._touch(lane, tick, source.address, nbytes, False, f"copy on {lane}")
-            self._touch(lane, tick, target.address, nbytes, True, f"copy on {lane}")
+            if source.address in self.unregistered:
+                raise OrderError("copy from memory that is no longer registered")
+            self._touch(lane, tick, source.address + source_offset, nbytes, False, f"copy on {lane}")
+            self._touch(lane, tick, target.address + target_offset, nbytes, True, f"copy on {lane}")
             self.log.append(f"{lane}: copy {nbytes}")
-            self._inner.copy(_memory(target), _memory(source), nbytes, stream)
+            self._inner.copy(_memory(target), _memory(source), nbytes, stream, target_offset, source_offset)
 
     def record(self, event: Event, stream: Stream) -> None:
         with self._lock:
@@ -205,26 +218,29 @@ class RecordingDevice:
         self._check_call("memory")
         return MemoryInfo(2**40 - self._used_bytes, 2**40)
 
-    def register_host(self, address: int, nbytes: int) -> None:
+    def register_host(self, memory: memoryview) -> HostBlock:
         self._check_call("register_host")
-        self._inner.register_host(address, nbytes)
-        self.registered[address] = nbytes
+        if self.faults.refuses_memory:
+            raise DeviceError(self.faults.refuses_memory)
+        block = self._inner.register_host(memory)
+        self.registered[block.address] = block.nbytes
+        self.unregistered.discard(block.address)
+        return block
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, block: HostBlock) -> None:
         self._check_call("unregister_host")
         with self._lock:
-            host, nbytes = self._clocks[HOST], self.registered.get(address, 0)
-            for access in self._overlapping(address, nbytes):
+            host = self._clocks[HOST]
+            for access in self._overlapping(block.address, block.nbytes):
                 if host.get(access.who, 0) < access.tick:
                     raise OrderError(f"memory unregistered while {access.what} may still use it")
-        self._inner.unregister_host(address)
-        del self.registered[address]
+        self._inner.unregister_host(block)
+        del self.registered[block.address]
+        self.unregistered.add(block.address)
 
     def open_session(self, model: OnnxModel, options: SessionOptions) -> RecordingSession:
         self._check_call("open_session")
         if options.has_graphs and self.faults.refuses_graphs:
-            from headrace.errors import ModelError
-
             raise ModelError(f"model {model.label}: {self.faults.refuses_graphs}")
         session = RecordingSession(self, self._inner.open_session(model, options))
         self.sessions.append(session)

@@ -171,8 +171,16 @@ class Device(Protocol):
     def device_block(self, nbytes: int) -> Block: ...
     def pinned_block(self, nbytes: int) -> HostBlock: ...
 
-    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream) -> None:
-        """Enqueue a copy of the first ``nbytes`` bytes."""
+    def copy(
+        self,
+        target: Block,
+        source: Block,
+        nbytes: int,
+        stream: Stream,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
+        """Enqueue a copy of ``nbytes`` bytes."""
         ...
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -197,14 +205,15 @@ class Device(Protocol):
 
     def memory(self) -> MemoryInfo: ...
 
-    def register_host(self, address: int, nbytes: int) -> None:
-        """Pin memory that another process made (a shared-memory mapping): page aligned, not empty.
+    def register_host(self, memory: memoryview) -> HostBlock:
+        """Pin memory that another process made (a whole mapping, from its page-aligned base) and return it as
+        a block, which keeps it mapped.
 
         Raises DeviceError; a failed call leaves no error behind for the next one to stumble over."""
         ...
 
-    def unregister_host(self, address: int) -> None:
-        """Undo ``register_host``, before the memory is unmapped."""
+    def unregister_host(self, block: HostBlock) -> None:
+        """Undo ``register_host``, before the memory is unmapped and when nothing reads it any more."""
         ...
 
     def open_session(self, model: OnnxModel, options: SessionOptions) -> Session:

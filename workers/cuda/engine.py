@@ -49,7 +49,7 @@ from headrace.workers.cuda.served import (
 from headrace.workers.cuda.slots import Bucket, Slot, Slots, host_time_ns
 from headrace.workers.cuda.staging_blocks import StagingBlocks
 from headrace.workers.cuda.suspects import Suspects
-from headrace.workers.engine import BatchOutputs, ModelKey, StagedBatch
+from headrace.workers.engine import BatchOutputs, EngineMisuseError, ModelKey, StagedBatch
 from headrace.workers.engine_base import EngineBase, ServedClass
 from headrace.workers.measure import buckets_up_to
 from headrace.workers.model_io import ModelIO, describe
@@ -186,6 +186,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         Raises EngineMisuseError as every engine, and when all slots are taken; DeviceError after a fault."""
         self._check_owner("submit")
         self._check_batch(batch)
+        self._check_direct(batch)
         if self.fault:
             raise DeviceError(self.fault)
         loaded = self._loaded(batch.model)
@@ -199,7 +200,13 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         try:
             staged = self._staged_block(batch, slot, bucket)
             is_replay = bucket.graph_id != PLAIN
-            self._slots.launch(slot, staged, graph_id=bucket.graph_id, is_synchronised=not is_replay)
+            self._slots.launch(
+                slot,
+                staged,
+                graph_id=bucket.graph_id,
+                is_synchronised=not is_replay,
+                direct=batch.direct,
+            )
         except (OutOfMemoryError, RunFailedError) as failure:
             error = f"model {loaded.label}: {_words(failure)}"
         except CudaFaultError as failure:
@@ -248,7 +255,8 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             for name, is_split in zip(outputs, loaded.batching.is_split, strict=True):
                 if not is_split:
                     outputs[name] = outputs[name][np.newaxis]
-        return BatchOutputs(item.batch.batch, outputs, finished.longest_ns)
+        stale = tuple(row.row for row in item.batch.direct if not row.is_valid())
+        return BatchOutputs(item.batch.batch, outputs, finished.longest_ns, stale_rows=stale)
 
     def figures(self) -> dict[str, float]:
         """Return what each bucket has done and costs, and the device's memory; from any one thread."""
@@ -334,6 +342,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             for (name, rows), bucket in loaded.buckets.items()
         }
         if not layouts:
+            self._staging = None
             return
         nbytes = max(layout.nbytes for layout in layouts.values())
         # One more than slots: the next batch is staged while all of them are on the device.
@@ -350,6 +359,22 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         for place in bucket.layout_in.places:
             place.view(data)[...] = arrays[place.name]
         return slot.pinned_in
+
+    def _check_direct(self, batch: StagedBatch) -> None:
+        """Raise EngineMisuseError unless direct rows are ascending rows of the one input, in their memory."""
+        if not batch.direct:
+            return
+        array = batch.inputs[0].array
+        row_bytes = array.nbytes // batch.bucket
+        numbers = [each.row for each in batch.direct]
+        is_fitting = all(
+            each.nbytes == row_bytes and 0 <= each.offset <= each.source.nbytes - row_bytes
+            for each in batch.direct
+        )
+        has_bucket = (batch.size_class, batch.bucket) in self._loaded(batch.model).buckets
+        is_ascending = numbers == sorted(set(numbers)) and numbers[0] >= 0 and numbers[-1] < batch.count
+        if not (has_bucket and len(batch.inputs) == 1 and is_fitting and is_ascending):
+            raise EngineMisuseError(f"batch {batch.batch}: rows {numbers} can't be read by the device itself")
 
     def _run_loose(self, loaded: CudaModel, batch: StagedBatch) -> BatchOutputs:
         """Run host arrays plainly. The streams are drained first: what ONNX Runtime allocates for this run

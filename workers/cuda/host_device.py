@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 
@@ -80,7 +81,6 @@ class HostDevice:
         self._threads = threads
         self._used_bytes = 0
         self._registered: set[int] = set()
-        self._blocks: dict[int, HostMemory] = {}
 
     def attach_thread(self) -> None:
         """Do nothing: any thread may use host memory."""
@@ -101,10 +101,18 @@ class HostDevice:
         """Return aligned memory, contents undefined."""
         return self._block(nbytes)
 
-    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream) -> None:
+    def copy(
+        self,
+        target: Block,
+        source: Block,
+        nbytes: int,
+        stream: Stream,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
         """Copy at once."""
-        into, out_of = self._blocks[target.address], self._blocks[source.address]
-        into.data[:nbytes] = out_of.data[:nbytes]
+        into, out_of = cast("HostMemory", target).data, cast("HostMemory", source).data
+        into[target_offset : target_offset + nbytes] = out_of[source_offset : source_offset + nbytes]
 
     def record(self, event: Event, stream: Stream) -> None:
         """Note the time."""
@@ -130,17 +138,21 @@ class HostDevice:
         """Return what this device has given out, of an arbitrary total."""
         return MemoryInfo(TOTAL_BYTES - self._used_bytes, TOTAL_BYTES)
 
-    def register_host(self, address: int, nbytes: int) -> None:
+    def register_host(self, memory: memoryview) -> HostBlock:
         """Note the address; fails where CUDA does: empty, or registered already."""
-        if nbytes <= 0 or address in self._registered:
-            raise DeviceError(f"memory at {address:#x} of {nbytes} bytes can't be registered")
-        self._registered.add(address)
+        if not memory.nbytes:
+            raise DeviceError("empty memory can't be registered")
+        block = HostMemory(np.frombuffer(memory, np.uint8))
+        if block.address in self._registered:
+            raise DeviceError(f"memory at {block.address:#x} is registered already")
+        self._registered.add(block.address)
+        return block
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, block: HostBlock) -> None:
         """Forget the address."""
-        if address not in self._registered:
-            raise DeviceError(f"memory at {address:#x} is not registered")
-        self._registered.discard(address)
+        if block.address not in self._registered:
+            raise DeviceError(f"memory at {block.address:#x} is not registered")
+        self._registered.discard(block.address)
 
     def open_session(self, model: OnnxModel, options: SessionOptions) -> OrtSession:
         """Open a session of the CPU provider."""
@@ -156,5 +168,4 @@ class HostDevice:
         offset = -raw.ctypes.data % ALIGNMENT
         block = HostMemory(raw[offset : offset + max(1, nbytes)])
         self._used_bytes += block.nbytes
-        self._blocks[block.address] = block
         return block

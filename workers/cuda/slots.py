@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -39,7 +40,7 @@ from headrace.workers.cuda.device import (
 )
 from headrace.workers.cuda.gate import Gate
 from headrace.workers.cuda.layout import Layout
-from headrace.workers.engine import EngineMisuseError
+from headrace.workers.engine import DirectRow, EngineMisuseError
 
 
 class BrokenOrderError(LocalError):
@@ -194,8 +195,17 @@ class Slots:
                     return slot
         raise EngineMisuseError(f"all {self._count} slots are on the device: collect a batch first")
 
-    def launch(self, slot: Slot, staged: HostBlock, *, graph_id: int, is_synchronised: bool) -> None:
-        """Enqueue a batch whose inputs stand in ``staged``. Only a replay may go unsynchronised.
+    def launch(
+        self,
+        slot: Slot,
+        staged: HostBlock,
+        *,
+        graph_id: int,
+        is_synchronised: bool,
+        direct: Sequence[DirectRow] = (),
+    ) -> None:
+        """Enqueue a batch whose inputs stand in ``staged``, but for the ``direct`` rows of its one input.
+        Only a replay may go unsynchronised.
 
         Raises BrokenOrderError when replay would use other memory than the bucket's; else as Session.run."""
         device, bucket = self._device, slot.bucket
@@ -208,7 +218,10 @@ class Slots:
         in_bytes, out_bytes = bucket.layout_in.nbytes, bucket.layout_out.nbytes
         with device.range(f"copy-in {bucket.label}"):
             device.record(slot.copy_in_begun, copy_in)
-            device.copy(slot.stage_in, staged, in_bytes, copy_in)
+            if direct:
+                self._copy_rows(slot, staged, direct)
+            else:
+                device.copy(slot.stage_in, staged, in_bytes, copy_in)
             device.record(slot.copied_in, copy_in)
         with device.range(f"{'replay' if slot.is_replay else 'run'} {bucket.label}"):
             device.wait(compute, slot.copied_in)
@@ -222,6 +235,21 @@ class Slots:
             device.record(slot.copy_out_begun, copy_out)
             device.copy(slot.pinned_out, slot.stage_out, out_bytes, copy_out)
             device.record(slot.copied_out, copy_out)
+
+    def _copy_rows(self, slot: Slot, staged: HostBlock, direct: Sequence[DirectRow]) -> None:
+        """Enqueue the copy in of a batch some rows of which stand elsewhere."""
+        device, bucket, stream = self._device, slot.bucket, self._streams[Lane.COPY_IN]
+        assert bucket is not None  # noqa: S101 - taken by this thread
+        row_bytes = bucket.layout_in.places[0].nbytes // bucket.rows
+        next_row = 0
+        for each in (*direct, None):
+            end = bucket.rows if each is None else each.row
+            if end > next_row:
+                offset = next_row * row_bytes
+                device.copy(slot.stage_in, staged, (end - next_row) * row_bytes, stream, offset, offset)
+            if each is not None:
+                device.copy(slot.stage_in, each.source, row_bytes, stream, each.row * row_bytes, each.offset)
+                next_row = each.row + 1
 
     def finish(self, slot: Slot, count: int) -> Finished:
         """Sleep until the batch has left the device; copy its first ``count`` rows and free the slot.

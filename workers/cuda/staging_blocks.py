@@ -50,6 +50,10 @@ class StagingBlocks(BufferPool):
                 return tuple(InputBuffer(place.name, place.view(data)) for place in layout.places)
         return super().take(plan, bucket)
 
+    def takes_direct_rows(self, plan: StagingPlan, bucket: int) -> bool:
+        """Tell whether rows of this bucket may be left to the device: it has a fixed address."""
+        return (plan.model, plan.size_class.name, bucket) in self._layouts
+
     def give_back(self, batch: StagedBatch) -> None:
         """Take the buffers of a batch that nothing reads any more."""
         with self._blocks_lock:

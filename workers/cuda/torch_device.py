@@ -9,6 +9,7 @@ need no GPU are tested with torch's CPU build.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,9 +33,9 @@ from headrace.workers.cuda.device import (
 from headrace.workers.cuda.ort_session import OrtSession, open_cuda_session
 from headrace.workers.onnx_model import OnnxModel, first_line
 
-#: cudaHostRegister's flag for memory that is only read needs a device attribute; 0 (mapped, portable under
-#: unified addressing) does not.
-REGISTER_FLAGS = 0
+#: Flags of cudaHostRegister in the order in which they are tried: read-only, as arenas are mapped, which not
+#: every device takes; then none, for memory that could be written.
+REGISTER_FLAGS = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +112,20 @@ class TorchDevice:
         """Return pinned host memory, contents undefined. Raises OutOfMemoryError."""
         return self._empty(nbytes, {"pin_memory": True})
 
-    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream) -> None:
+    def copy(
+        self,
+        target: Block,
+        source: Block,
+        nbytes: int,
+        stream: Stream,
+        target_offset: int = 0,
+        source_offset: int = 0,
+    ) -> None:
         """Enqueue a copy; pinned memory makes it asynchronous."""
-        into, out_of = cast("TorchBlock", target).tensor, cast("TorchBlock", source).tensor
+        into = cast("TorchBlock", target).tensor[target_offset : target_offset + nbytes]
+        out_of = cast("TorchBlock", source).tensor[source_offset : source_offset + nbytes]
         with self._torch.cuda.stream(cast("TorchStream", stream).stream):
-            self._call(lambda: into[:nbytes].copy_(out_of[:nbytes], non_blocking=True))
+            self._call(lambda: into.copy_(out_of, non_blocking=True))
 
     def record(self, event: Event, stream: Stream) -> None:
         """Put the mark behind what the stream was given."""
@@ -144,21 +154,31 @@ class TorchDevice:
         free, total = self._call(cuda.mem_get_info)
         return MemoryInfo(int(free), int(total), int(cuda.memory_reserved()), int(cuda.memory_allocated()))
 
-    def register_host(self, address: int, nbytes: int) -> None:
+    def register_host(self, memory: memoryview) -> HostBlock:
         """Pin foreign memory. Raises DeviceError with CUDA's words."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # that the memory is read-only is meant
+            tensor = self._torch.frombuffer(memory, dtype=self._torch.uint8)
+        block = TorchBlock(tensor)
         runtime = self._torch.cuda.cudart()
-        result = runtime.cudaHostRegister(address, nbytes, REGISTER_FLAGS)
-        if int(result) != 0:
+        words = ""
+        for flags in REGISTER_FLAGS:
+            result = runtime.cudaHostRegister(block.address, block.nbytes, flags)
+            if int(result) == 0:
+                if not tensor.is_pinned():  # copies from it would wait, one after another
+                    self.unregister_host(block)
+                    raise DeviceError("torch does not see registered memory as pinned")
+                return block
             self._forget_last_error()
-            words = runtime.cudaGetErrorString(result)
-            raise DeviceError(f"{nbytes} bytes at {address:#x} can't be pinned: {words} ({int(result)})")
+            words = f"{runtime.cudaGetErrorString(result)} ({int(result)})"
+        raise DeviceError(f"{block.nbytes} bytes at {block.address:#x} can't be pinned: {words}")
 
-    def unregister_host(self, address: int) -> None:
+    def unregister_host(self, block: HostBlock) -> None:
         """Unpin foreign memory."""
-        result = self._torch.cuda.cudart().cudaHostUnregister(address)
+        result = self._torch.cuda.cudart().cudaHostUnregister(block.address)
         if int(result) != 0:
             self._forget_last_error()
-            raise DeviceError(f"memory at {address:#x} can't be unpinned: CUDA error {int(result)}")
+            raise DeviceError(f"memory at {block.address:#x} can't be unpinned: CUDA error {int(result)}")
 
     def open_session(self, model: OnnxModel, options: SessionOptions) -> OrtSession:
         """Open a session on the compute stream."""

@@ -125,14 +125,14 @@ class Saboteur(RecordingDevice):
         if not self._is_dropped("synchronize", event):
             super().synchronize(event)
 
-    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream) -> None:
+    def copy(self, target: Block, source: Block, nbytes: int, stream: Stream, *offsets: int) -> None:
         lane = stream.lane
         if self.moves is not None and lane is self.moves[0]:
             stream = self.stream(self.moves[1])
         if self.is_copy_late and lane is Lane.COPY_IN:
-            self._late = lambda: RecordingDevice.copy(self, target, source, nbytes, stream)
+            self._late = lambda: RecordingDevice.copy(self, target, source, nbytes, stream, *offsets)
         else:
-            super().copy(target, source, nbytes, stream)
+            super().copy(target, source, nbytes, stream, *offsets)
 
     def open_session(self, model: OnnxModel, options: SessionOptions) -> RecordingSession:
         session = super().open_session(model, options)
@@ -395,13 +395,15 @@ def test_a_capture_waits_for_a_thread_that_is_on_the_device() -> None:
 def test_memory_may_be_unregistered_only_when_no_copy_reads_it() -> None:
     """Order at stop: drain, unregister, unmap."""
     device = RecordingDevice()
-    foreign, target = device._inner.pinned_block(4096), device.device_block(4096)
-    device.register_host(foreign.address, foreign.nbytes)
+    target = device.device_block(4096)
+    foreign = device.register_host(memoryview(bytes(4096)))
     device.copy(target, foreign, 4096, device.stream(Lane.COPY_IN))
 
     with pytest.raises(OrderError, match="unregistered"):
-        device.unregister_host(foreign.address)
+        device.unregister_host(foreign)
 
     device.drain()
-    device.unregister_host(foreign.address)
+    device.unregister_host(foreign)
     assert device.registered == {}
+    with pytest.raises(OrderError, match="no longer registered"):
+        device.copy(target, foreign, 4096, device.stream(Lane.COPY_IN))
