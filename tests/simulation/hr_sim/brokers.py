@@ -200,7 +200,8 @@ class BrokerNode(Node):
         except RemoteProtocolError as error:
             if role != "intake":
                 self._send(peer, Refused(error.code, error.message))
-            self._tell(events.PeerMisbehaved(None if role == "intake" else peer, error.code), now_ns)
+            known = None if role == "intake" else peer
+            self._tell(events.PeerMisbehaved(known, error.code, error.kind), now_ns)
             return
         if role == "intake":
             for frame in message.frames:

@@ -351,6 +351,12 @@ def any_heartbeat_answers_the_probe(original: Any) -> Any:
     return on_heard
 
 
+@_plant(WorkerLife, "misread", garbage=4.0)
+def unreadable_answer_waited_for(_original: Any) -> Any:
+    """As it was once: the batch stayed in flight until its worker was taken for stuck."""
+    return lambda *_: None
+
+
 @_plant(Recovery, "suspect")
 def poison_never_ends(original: Any) -> Any:
     def suspect(self: Any, batch: Any, *rest: Any) -> None:

@@ -362,6 +362,12 @@ class DispatchChecks:
             holder.probe = None
         return is_answer
 
+    def judge_misread(self, peer: bytes | None, kind: type | None) -> None:
+        """What may have been the answer to a batch could not be read: nobody may wait for that batch."""
+        holder = None if peer is None else self._holders.get(peer)
+        if holder is not None and not holder.is_gone and holder.batches and kind in {None, Done, Failed}:
+            raise AssertionError(f"{holder.id} can't be read, and keeps batches {list(holder.batches)}")
+
     def lose(self, worker: str, reason: str, now_ns: int) -> None:
         """The broker says that it has lost a worker."""
         holder = self._by_id.pop(worker, None)

@@ -114,6 +114,8 @@ class Referee:
             self._judge_arrival(event, arriving, rejects, now_ns)
         elif rejects:
             raise Violation(f"{type(event).__name__} rejects {rejects[0]}")
+        if isinstance(event, events.PeerMisbehaved):
+            self.dispatch.judge_misread(event.peer, event.kind)
         for seen in due:
             self._judge_due(seen, now_ns)
 

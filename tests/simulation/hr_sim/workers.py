@@ -21,7 +21,7 @@ from headrace.protocol.messages import (
     WorkerHello,
 )
 from headrace.workers import worker_events as ev
-from headrace.workers.worker_session import SessionSettings, WorkerSession
+from headrace.workers.worker_session import SessionSettings, State, WorkerSession
 from hr_sim.network import MS, Dialer, Link, Node
 
 if TYPE_CHECKING:
@@ -126,6 +126,9 @@ class WorkerNode(Node):
                 case ev.Send(message):
                     if self._link is None or not self._link.is_open(self):
                         is_faulty = True
+                    elif isinstance(message, Done) and self._is_spoilt(message):
+                        self.world.count_fault("unreadable_answer")
+                        self._link.send(self, [b"\xc1"] if self.world.options.is_encoded else None)
                     else:
                         self._link.send(self, self.world.wrap(message))
                 case ev.RunBatch(batch):
@@ -154,6 +157,11 @@ class WorkerNode(Node):
                     self._exit(code)
         if is_faulty:
             self._feed(ev.LinkLost("a message could not be sent"), now_ns)
+
+    def _is_spoilt(self, done: Done) -> bool:
+        """Tell whether nobody can read this answer. Nothing is drawn for it: seeds keep their schedules."""
+        is_on = "garbage" in self.world.options.rates and not self.world.is_healing
+        return is_on and done.batch % 50 == 49 and self.session.state is State.SERVING
 
     def _exit(self, code: int) -> None:
         if code in {ExitCode.INTERNAL, ExitCode.CONFIG} and not self.world.is_twin_about(self):
