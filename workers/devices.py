@@ -100,6 +100,7 @@ def _cuda(options: GpuOptions) -> Device:
     """Return the GPU that this process sees. torch first: ONNX Runtime finds the CUDA libraries it loads."""
     from headrace.workers.cuda.arena_pins import ArenaPins
     from headrace.workers.cuda.engine import CudaEngine, CudaSettings
+    from headrace.workers.cuda.gate import GATE
     from headrace.workers.cuda.nvml import open_nvml
     from headrace.workers.cuda.suspects import Suspects
     from headrace.workers.cuda.torch_device import TorchDevice
@@ -123,7 +124,10 @@ def _cuda(options: GpuOptions) -> Device:
     nvml = open_nvml(device.uuid)
 
     def figures() -> dict[str, float]:
-        found = nvml.figures() if nvml is not None else {}
+        found: dict[str, float] = {}
+        if nvml is not None:
+            with GATE.use():  # not while a graph is captured
+                found = nvml.figures()
         for engine in engines:
             found |= engine.figures()
         return found

@@ -8,6 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -87,12 +88,15 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     make_engine, figures = device.make_engine, device.figures
 
     def make_pipeline(tell: Callable[[Event], None]) -> Pipeline:
-        if figures is not None:
-            Poller(figures, tell)  # ends with the process
         if device.pins is None:
-            return Pipeline(make_engine, tell, arenas=ArenaMappings(settings.shm_folder))
-        arenas = ArenaMappings(settings.shm_folder, on_close=device.pins.release)
-        return Pipeline(make_engine, tell, arenas=arenas, pins=device.pins)
+            arenas = ArenaMappings(settings.shm_folder)
+        else:
+            arenas = ArenaMappings(settings.shm_folder, on_close=device.pins.release)
+        if figures is None:
+            return Pipeline(make_engine, tell, arenas=arenas, pins=device.pins)
+        return _WatchedPipeline(
+            make_engine, tell, arenas=arenas, pins=device.pins, poller=Poller(figures, tell)
+        )
 
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),
@@ -100,6 +104,19 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
         cache,
         make_pipeline,
     )
+
+
+class _WatchedPipeline(Pipeline):
+    """A pipeline whose device is polled for its figures for as long as it lives."""
+
+    def __init__(self, *arguments: Any, poller: Poller, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._poller = poller
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the threads; see Pipeline."""
+        self._poller.close(timeout_s)
+        super().close(timeout_s)
 
 
 def _new_id() -> str:

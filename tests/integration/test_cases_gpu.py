@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import urllib.request
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -18,12 +19,14 @@ import hr_plant as hp
 import hr_worker
 import numpy as np
 import onnx
+import pytest
 from hr_gpu import Faults, RecordingDevice
 from onnx import TensorProto, helper, numpy_helper
 
 from headrace.errors import Code
 from headrace.exit_codes import ExitCode
 from headrace.protocol.messages import Frame, Frames, Outcome, SizeClassSpec, Status
+from headrace.workers import process, telemetry
 from headrace.workers.cuda.device import PLAIN
 from headrace.workers.cuda.engine import CudaEngine, CudaSettings
 from headrace.workers.cuda.gate import Gate
@@ -212,6 +215,38 @@ def test_a_lost_device_ends_the_worker_and_its_bucket_runs_plain_afterwards(tmp_
     assert [hp.mean(outcome)[0] for outcome in outcomes] == list(EIGHT)
     assert bucket.graph_id == PLAIN
     assert "700" in bucket.why_plain
+
+
+def test_what_the_gpu_does_is_shown_by_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays and their times per bucket, in /metrics, for as long as the worker lives."""
+    monkeypatch.setattr(
+        process, "Poller", lambda figures, tell: telemetry.Poller(figures, tell, interval_s=0.02)
+    )
+    gpu = Gpu()
+
+    def figures() -> dict[str, float]:
+        return gpu.engines[-1].figures() if gpu.engines else {}
+
+    gpu.device = dataclasses.replace(gpu.device, figures=figures)
+    name = 'headrace_worker_graph_replays_total{of="m:1 small x8",worker="w"}'
+    text = ""
+
+    def is_shown() -> bool:
+        nonlocal text
+        with urllib.request.urlopen(f"{plant.endpoints.http}/metrics", timeout=10) as answer:
+            text = answer.read().decode()
+        return name in text
+
+    with (
+        hp.open_plant(hp.onnx_model(tmp_path, hr_models.mean_color()), http_port=0) as plant,
+        hp.ThreadWorker(plant.endpoints, tmp_path, gpu.device, worker_id="w"),
+    ):
+        plant.wait_for_workers()
+        plant.outcomes(*numbered(EIGHT))
+        hp.wait_for(is_shown)
+
+    assert "headrace_worker_run_seconds_total" in text
+    assert 'headrace_worker_device_memory_free_bytes{of="",worker="w"}' in text
 
 
 def test_cuda_that_is_not_there_ends_the_worker_with_a_reason() -> None:

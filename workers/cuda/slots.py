@@ -304,11 +304,6 @@ class Slots:
             raise
         return self._finish(slot, bucket.rows)
 
-    def is_idle(self) -> bool:
-        """Tell whether no slot is taken."""
-        with self._lock:
-            return all(slot.bucket is None for slot in self._slots)
-
     def _make(self, index: int) -> Slot:
         device = self._device
 
