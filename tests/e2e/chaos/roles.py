@@ -41,6 +41,14 @@ QUIET_S = 2.0
 
 SIZES = ((24, 32), (32, 48), (64, 96), (60, 90))
 
+#: Frames are painted with their seq, so that a subscriber sees whose pixels a result was made of. One size is
+#: left out: its first pixel is border.
+SHADES = 200
+BORDERED = (24, 32)
+
+#: Shared memory of a producer: small enough that some frames find no slot.
+SHM_BYTES = 256 * 1024
+
 
 class Log:
     """Lines in a file, each written at once and whole."""
@@ -55,7 +63,9 @@ class Log:
 # -- producer ----------------------------------------------------------------------------------------
 
 
-def produce(name: str, address: str, log: Log, rng: random.Random, stop: threading.Event) -> int:
+def produce(
+    name: str, address: str, log: Log, rng: random.Random, stop: threading.Event, shm_folder: Path
+) -> int:
     """Push frames of every kind until told to stop; then wait until the end of each is known."""
     codes: dict[tuple[str, int], str] = {}
 
@@ -67,8 +77,9 @@ def produce(name: str, address: str, log: Log, rng: random.Random, stop: threadi
         log.write("finished", frame.stream, frame.epoch, frame.seq, code)
 
     producer = Producer(
-        address, name=name, max_unfinished_frames=128, on_reject=rejected, on_finished=finished
-    )
+        address, name=name, max_unfinished_frames=128, on_reject=rejected, on_finished=finished,
+        shm_bytes=SHM_BYTES, shm_folder=shm_folder,
+    )  # fmt: skip
     streams = [f"{name}/a", f"{name}/b", f"{name}/latest"]
     next_seq = dict.fromkeys(streams, 0)
     try:
@@ -88,7 +99,10 @@ def produce(name: str, address: str, log: Log, rng: random.Random, stop: threadi
     except RequestTimeoutError as error:
         sys.stderr.write(f"not drained: {error}\n")
         return 1
-    log.write("end", f"sent={account.sent}", f"resent={account.resent}", f"sessions={account.sessions}")
+    lanes = " ".join(f"{lane}={count}" for lane, count in sorted(account.by_lane.items()))
+    log.write(
+        "end", f"sent={account.sent}", f"resent={account.resent}", f"sessions={account.sessions}", lanes
+    )
     producer.close()
     return 0
 
@@ -96,7 +110,7 @@ def produce(name: str, address: str, log: Log, rng: random.Random, stop: threadi
 def push_one(producer: Producer, stream: str, seq: int, rng: random.Random, stop: threading.Event) -> bool:
     """Push a frame drawn at random; False when there was no room for it until the stop."""
     height, width = rng.choice(SIZES)
-    image = np.full((height, width, 3), rng.randrange(200), np.uint8)
+    image = np.full((height, width, 3), seq % SHADES, np.uint8)
     if rng.random() < 0.01:
         hr_fault_hooks.mark(image, "raise")
     if rng.random() < 0.0004:
@@ -168,6 +182,14 @@ def _connect(address: str, prefix: str | None, stop: threading.Event) -> Subscri
 
 def _write(log: Log, item: object, duplicates: int) -> None:
     if isinstance(item, Outcome):
+        if (
+            item.status == "ok"
+            and item.shape[:2] != BORDERED
+            and item.outputs != {"first": item.seq % SHADES}
+        ):
+            raise RuntimeError(f"frame {item.seq} of {item.stream} has the pixels of another: {item.outputs}")
+        if item.code == "stale_slot":
+            raise RuntimeError(f"the slot of frame {item.seq} of {item.stream} was freed before its end")
         log.write(
             "outcome", item.stream, item.boot, item.pub_seq, item.epoch, item.seq, item.status,
             item.code or "-", duplicates,
@@ -185,6 +207,7 @@ def main() -> int:
     parser.add_argument("--log", type=Path, required=True)
     parser.add_argument("--seed", default="0")
     parser.add_argument("--prefix")
+    parser.add_argument("--shm-folder", type=Path)
     parser.add_argument("--pause-ms", type=float, default=0.0)
     parser.add_argument("--parent-pid", type=int, required=True)
     arguments = parser.parse_args()
@@ -195,7 +218,7 @@ def main() -> int:
     log = Log(arguments.log)
     if arguments.role == "producer":
         rng = random.Random(arguments.seed)
-        return produce(arguments.name, arguments.connect, log, rng, stop)
+        return produce(arguments.name, arguments.connect, log, rng, stop, arguments.shm_folder)
     return subscribe(arguments.connect, log, arguments.prefix, arguments.pause_ms / 1000, stop)
 
 

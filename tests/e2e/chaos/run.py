@@ -71,6 +71,8 @@ frames_per_stream = 4000
 max_bytes = {RETENTION_BYTES}
 [worker]
 grace_ms = 3000
+[shm]
+folder = "SHM_FOLDER"
 [[models]]
 name = "m"
 adapter = "hr_fault_hooks:answer"
@@ -99,7 +101,10 @@ class Chaos:
         self.seed = seed
         self.seconds = seconds
         self.config = folder / "broker.toml"
-        self.config.write_text(CONFIG)
+        self.shm = folder / "shm"
+        self.shm.mkdir(exist_ok=True)
+        self._text = CONFIG.replace("SHM_FOLDER", str(self.shm.resolve()))
+        self.config.write_text(self._text)
         self.members = {
             (role, number): Member(role, number, folder)
             for role, count in COUNTS.items()
@@ -176,7 +181,7 @@ class Chaos:
             f'{name} = "{self._endpoints[name]}"'
             for name in ("frames", "intake", "results", "workers", "control")
         ]
-        self.config.write_text(CONFIG.replace("port = 0", "\n".join(lines), 1))
+        self.config.write_text(self._text.replace("port = 0", "\n".join(lines), 1))
 
     def _start(self, member: Member) -> None:
         member.lives += 1
@@ -194,10 +199,11 @@ class Chaos:
                 )
             case "producer":
                 seed = f"{self.seed}/{member.name}/{member.lives}"
-                member.start(["chaos.roles", "producer", *self._role_options(member), "--seed", seed])
+                options: list[object] = ["--seed", seed, "--shm-folder", self.shm.resolve()]
+                member.start(["chaos.roles", "producer", *self._role_options(member), *options])
             case "subscriber":
                 prefix = self._prefix(member.number)
-                options: list[object] = ["--prefix", prefix] if prefix else []
+                options = ["--prefix", prefix] if prefix else []
                 options += ["--pause-ms", 4 if member.number == 2 else 0]
                 member.start(["chaos.roles", "subscriber", *self._role_options(member), *options])
 
@@ -407,6 +413,9 @@ class Chaos:
             faults.append(
                 f"{self.final_descriptors} descriptors at the end, {self.idle_descriptors} when idle"
             )
+        left = sorted(path.name for path in self.shm.iterdir())
+        if left:
+            faults.append(f"shared memory is left: {', '.join(left)}")
         return faults
 
     def _check_logs(self) -> list[str]:
