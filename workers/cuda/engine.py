@@ -148,7 +148,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
     def profile(self, model: ModelKey) -> ModelProfile:
         """Self-test the model, capture its buckets and measure them.
 
-        Raises ModelError when a self-test fails, DeviceError when the device does."""
+        Raises ModelError when a self-test fails, DeviceError when the device does or has no memory for it."""
         self._check_owner("profile")
         loaded = self._loaded(model)
         try:
@@ -168,7 +168,12 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
             self._pin_staging()
             classes = measure(loaded, self._slots, shapes)
         except OutOfMemoryError as error:
-            raise ModelError(f"model {loaded.label}: the device has no memory for it: {error}") from error
+            raise DeviceError(f"model {loaded.label}: the device has no memory for it: {error}") from error
+        except ModelError as error:
+            if isinstance(error.__cause__, OutOfMemoryError):
+                # Another process may have the memory: no fault of the model, and worth another try.
+                raise DeviceError(str(error)) from error
+            raise
         except CudaFaultError as failure:
             self._note_fault(self._slots.last_launched, failure)
             raise

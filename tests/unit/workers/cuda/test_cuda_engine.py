@@ -145,10 +145,10 @@ def test_batches_that_find_no_memory_are_lowered_at_the_start(tmp_path: Path) ->
 
 
 def test_a_model_without_memory_for_one_row_is_refused(tmp_path: Path) -> None:
-    """ModelError, in words."""
+    """In words, and not as a fault of the model: another process may have the memory."""
     site = site_with(tmp_path, Faults(memory_rows=0))
 
-    with pytest.raises(ModelError, match="no memory"):
+    with pytest.raises(DeviceError, match="no memory"):
         site.load(classes=[SMALL])
 
 
