@@ -180,8 +180,8 @@ def _rate(
         while (end := time.perf_counter()) - begun < phase_s or not times_ms:
             while batches:
                 batch = batches.popleft()
-                engine.submit(batch)
                 on_device.append((batch, time.perf_counter()))
+                engine.submit(batch)
             batch, at = on_device.popleft()
             outputs = engine.collect()
             assert not outputs.error, outputs.error
