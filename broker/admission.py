@@ -260,7 +260,7 @@ class Admission:
             return Refusal(Code.DRAINING, "the broker is stopping: it admits nothing more")
         refusal = self._check_sender(arrival, frame, history)
         if refusal is None and isinstance(frame.payload, ShmRef):
-            refusal = _check_slot(arrival.session, frame.payload)
+            refusal = self._check_slot(arrival, frame.payload)
         if refusal is not None:
             return refusal
         place = self._find_place(frame)
@@ -296,6 +296,24 @@ class Admission:
             return Refusal(
                 Code.SEQ_BACKWARDS,
                 f"seq {arrival.seq} of stream {stream.name} after seq {history.last_seq}",
+            )
+        return None
+
+    def _check_slot(self, arrival: _Arrival, ref: ShmRef) -> Refusal | None:
+        """Check that a payload lies in the sender's own arena. Whether the slot is still the frame's is seen
+        by whoever copies it: until then it may be freed at any time."""
+        arena = self._producers.arenas.get(ref.arena)
+        if arena is None or arena.epoch != arrival.epoch:
+            return Refusal(
+                Code.LANE_UNAVAILABLE,
+                f"arena {ref.arena} is not one that this producer named in HELLO and that can be read here:"
+                " send inline",
+            )
+        if ref.offset + ref.nbytes > arena.nbytes:
+            return Refusal(
+                Code.OUT_OF_RANGE,
+                f"offset {ref.offset} and nbytes {ref.nbytes} end outside of the arena, which has"
+                f" {arena.nbytes} bytes",
             )
         return None
 
@@ -406,24 +424,6 @@ class Admission:
         stream.owner_epoch = arrival.epoch
         if session is not None:
             session.streams[stream.name] = None
-
-
-def _check_slot(session: ProducerSession | None, ref: ShmRef) -> Refusal | None:
-    """Check that a payload lies in the sender's own arena. Whether the slot is still the frame's is seen by
-    whoever copies it: until then it may be freed at any time."""
-    if session is None or not session.arena or ref.arena != session.arena:
-        return Refusal(
-            Code.LANE_UNAVAILABLE,
-            f"arena {ref.arena} is not one that this producer named in HELLO and that can be read here:"
-            " send inline",
-        )
-    if ref.offset + ref.nbytes > session.arena_bytes:
-        return Refusal(
-            Code.OUT_OF_RANGE,
-            f"offset {ref.offset} and nbytes {ref.nbytes} end outside of the arena, which has"
-            f" {session.arena_bytes} bytes",
-        )
-    return None
 
 
 def _numbered(frame: Frame, seq: int, epoch: int) -> Frame:

@@ -4,8 +4,9 @@ Not here: whether a frame may name a slot (admission), the layout and the locks 
 
 Theory of operation. The broker holds the file of each arena that it has opened, so that nobody removes it
 when its producer is killed: accepted frames finish, also at a worker that opens the arena only then. Once no
-connected producer and no unfinished frame needs an arena, the hold is dropped; if the owner is dead by then
-the file goes. That is looked at in ``sweep``, once per upkeep and not per frame.
+connected producer and no unfinished frame needs an arena and its owner is dead, the file is removed. While
+the owner lives it stays open: a producer that was taken for dead may have sent frames before it noticed. All
+that is looked at in ``sweep``, once per upkeep and not per frame.
 
 The payloads themselves are not read here but for two cases: a worker of another host gets them inline, and
 the quarantine of poison frames compares contents.
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import structlog
 
-from headrace.arena import ArenaReader, reclaim, reclaim_one
+from headrace.arena import ArenaReader, reclaim
 from headrace.broker.counters import ArenaCounts
 from headrace.errors import ArenaError, InvalidFrameError
 from headrace.protocol.messages import Batch, Frame, Hello, ShmRef
@@ -30,8 +31,10 @@ log = structlog.get_logger()
 class Arenas:
     """All open arenas by name. Owned by the loop's thread."""
 
-    def __init__(self, folder: Path | None, host_key: str) -> None:
-        """Remove what dead producers have left. ``folder`` None: the lane is off."""
+    def __init__(self, folder: Path | None, host_key: str, max_count: int = 1_000) -> None:
+        """Remove what dead producers have left. ``folder`` None: the lane is off. At most ``max_count``
+        arenas are open at once; producers beyond it send inline."""
+        self._max_count = max_count
         self._folder = folder
         self._host_key = host_key if folder is not None else ""
         self._open: dict[str, ArenaReader] = {}
@@ -44,6 +47,9 @@ class Arenas:
         if self._folder is None or not hello.arena or not self.is_here(hello.host_key):
             return 0
         reader = self._open.get(hello.arena)
+        if reader is None and len(self._open) >= self._max_count:
+            log.warning("arena not usable", producer=hello.name, reason=f"{self._max_count} are open already")
+            return 0
         if reader is None:
             try:
                 reader = ArenaReader.open(hello.arena, self._folder, is_held=True)
@@ -92,25 +98,27 @@ class Arenas:
         self.counts.inlined_count += 1
         return replace(frame, payload=payload)
 
-    def sweep(self, find_used: Callable[[Collection[str]], Collection[str]]) -> None:
-        """Let go of the arenas that ``find_used`` does not return; remove those whose owners are dead."""
+    def sweep(self, find_used: Callable[[Collection[str]], Collection[str]]) -> list[str]:
+        """Let go of the arenas whose owners are gone, but for those that ``find_used`` returns; return their
+        names. The file of an owner that could not remove it is removed."""
         if not self._open:
-            return
+            return []
         used = find_used(self._open.keys())
-        for name in [name for name in self._open if name not in used]:
-            self._let_go(name)
+        unused = [name for name in self._open if name not in used]
+        closed = [name for name in unused if self._open[name].is_removed()]
+        reclaimed = [name for name in unused if name not in closed and self._open[name].reclaim()]
+        for name in closed + reclaimed:
+            self._open.pop(name).close()
+        self.counts.open_count = len(self._open)
+        self._count_reclaimed(reclaimed)
+        return closed + reclaimed
 
     def close(self) -> None:
-        """Let go of all."""
-        for name in list(self._open):
-            self._let_go(name)
-
-    def _let_go(self, name: str) -> None:
-        reader = self._open.pop(name)
-        self.counts.open_count = len(self._open)
-        reader.close()
-        if reclaim_one(reader.folder, name):
-            self._count_reclaimed([name])
+        """Let go of all, and remove those whose owners are dead."""
+        self.sweep(lambda _names: ())
+        for reader in self._open.values():
+            reader.close()
+        self._open.clear()
 
     def _count_reclaimed(self, names: list[str]) -> None:
         self.counts.reclaimed_count += len(names)

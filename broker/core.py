@@ -126,8 +126,14 @@ class BrokerCore:
                 # The one event that comes per frame: what it earns in credit is told at the Tick.
                 self.admission.admit(peer, frame, now_ns, actions)
                 return actions
+            case events.FramesArrived(peer, frames):
+                for frame in frames:
+                    self.admission.admit(peer, frame, now_ns, actions)
+                return actions
             case events.ProducerArrived():
                 self._on_producer_arrived(event, now_ns, actions)
+            case events.ArenaClosed(arena):
+                self.producers.arenas.pop(arena, None)
             case events.ProducerLeft(peer):
                 session = self.producers.by_peer.get(peer)
                 if session is not None:
@@ -187,9 +193,9 @@ class BrokerCore:
 
     def _expire(self, now_ns: int, actions: list[Action]) -> None:
         for served in self.models.classes:
-            if not served.waiting_count:
-                continue
             expired = served.suspects.pop_expired(now_ns) + served.queue.pop_expired(now_ns)
+            if not expired:
+                continue
             served.expired_count += len(expired)
             for record in expired:
                 waited_ms = (now_ns - record.received_ns) // _NS_PER_MS
@@ -199,7 +205,7 @@ class BrokerCore:
                 )
 
     def _find_next_tick(self) -> int | None:
-        times = [
+        times: list[int | None] = [
             self.beats.next_ns(),
             self.life.next_ns(),
             self.streams.next_idle_ns(),
@@ -208,9 +214,11 @@ class BrokerCore:
             self.dispatcher.look_again_ns,
         ]
         for served in self.models.classes:
-            if served.waiting_count:
-                times += (served.queue.next_expiry_ns(), served.suspects.next_expiry_ns())
-        return min((time for time in times if time is not None), default=None)
+            if served.queue:
+                times.append(served.queue.next_expiry_ns())
+            if served.suspects:
+                times.append(served.suspects.next_expiry_ns())
+        return min([time for time in times if time is not None], default=None)
 
     def next_wakeup_ns(self) -> int | None:
         """Return when a Tick is due, None when only an event can bring work. After any event but a Tick
@@ -225,7 +233,7 @@ class BrokerCore:
         if session is not None and session.epoch == hello.epoch:
             # A repeated Hello (its Welcome was slow) must not begin the count again.
             session.pulse.last_heard_ns = now_ns
-            session.use_arena(hello.arena, event.arena_bytes)
+            self.producers.use_arena(session, hello.arena, event.arena_bytes)
             self._welcome(session, actions)
             return
         if session is not None:

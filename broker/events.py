@@ -15,10 +15,18 @@ from headrace.protocol.per_frame import per_frame
 
 @per_frame(frozen=True, slots=True)
 class FrameArrived:
-    """One frame (or the readable remains of a bad one). A bundle is one event per frame."""
+    """One frame (or the readable remains of a bad one)."""
 
     peer: bytes | None
     frame: Frame | BadFrame
+
+
+@per_frame(frozen=True, slots=True)
+class FramesArrived:
+    """The frames of one message, in their order: the same as one FrameArrived each."""
+
+    peer: bytes | None
+    frames: tuple[Frame | BadFrame, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +37,13 @@ class ProducerArrived:
     peer: bytes
     hello: Hello
     arena_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaClosed:
+    """The shell has let go of an arena: its producer is dead and no frame needs it."""
+
+    arena: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +144,9 @@ class Tick:
 
 Event: TypeAlias = (
     FrameArrived
+    | FramesArrived
     | ProducerArrived
+    | ArenaClosed
     | ProducerLeft
     | PeerHeard
     | PeerUnreachable

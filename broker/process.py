@@ -54,7 +54,7 @@ class Broker:
             core_settings = store.with_files(settings.core)
             boot = secrets.randbits(64)
             key = host_key(settings.shm_folder)
-            arenas = Arenas(settings.shm_folder, key)
+            arenas = Arenas(settings.shm_folder, key, core_settings.max_producers)
             stack.callback(arenas.close)
             core = BrokerCore(core_settings, boot, arenas.view)
             journal = _open_journal(settings, core)

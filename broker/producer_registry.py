@@ -25,8 +25,7 @@ class ProducerSession:
     epoch: int
     name: str
     pulse: Pulse
-    arena: str = ""  # the arena that its frames may lie in
-    arena_bytes: int = 0  # 0: there is none
+    arena: str = ""  # the arena that it named, if that can be read here
     received: int = 0
     finished: int = 0
     taken_over_count: int = 0  # unfinished frames of an earlier session that it sent again
@@ -34,10 +33,13 @@ class ProducerSession:
     moved: dict[str, int] = field(default_factory=dict)  # stream -> released seq, since the last Credit
     streams: dict[str, None] = field(default_factory=dict)  # owned, in the order of taking
 
-    def use_arena(self, arena: str, arena_bytes: int) -> None:
-        """Take note of the producer's arena; ``arena_bytes`` 0: it can't be read here."""
-        self.arena = arena if arena_bytes else ""
-        self.arena_bytes = arena_bytes
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """Shared memory of the producer of an epoch."""
+
+    epoch: int
+    nbytes: int
 
 
 class ProducerRegistry:
@@ -46,6 +48,9 @@ class ProducerRegistry:
     def __init__(self) -> None:
         self.by_peer: dict[bytes, ProducerSession] = {}
         self.by_epoch: dict[int, ProducerSession] = {}
+        #: Arenas that can be read here. They outlast a session: a producer that was taken for dead may have
+        #: sent frames before it noticed. The shell bounds them and tells when one is gone.
+        self.arenas: dict[str, Arena] = {}
         self._dirty: dict[bytes, ProducerSession] = {}
         self._last_number = 0
 
@@ -57,10 +62,16 @@ class ProducerRegistry:
         self._last_number += 1
         epoch = hello.epoch
         session = ProducerSession(self._last_number, peer, epoch, hello.name, pulse)
-        session.use_arena(hello.arena, arena_bytes)
+        self.use_arena(session, hello.arena, arena_bytes)
         self.by_peer[peer] = session
         self.by_epoch[epoch] = session
         return session
+
+    def use_arena(self, session: ProducerSession, name: str, nbytes: int) -> None:
+        """Take note of the arena that a producer has named; ``nbytes`` 0: it can't be read here."""
+        session.arena = name if nbytes else ""
+        if nbytes:
+            self.arenas[name] = Arena(session.epoch, nbytes)
 
     def close(self, session: ProducerSession) -> None:
         """End a session; credit that was not told yet is dropped with it."""

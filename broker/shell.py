@@ -164,7 +164,8 @@ class Shell:
         if began_ns >= self._next_upkeep_ns:
             self._next_upkeep_ns = began_ns + UPKEEP_NS
             self._monitors.read()
-            self._arenas.sweep(self._core.arenas_in_use)
+            for name in self._arenas.sweep(self._core.arenas_in_use):
+                self._tell(events.ArenaClosed(name), began_ns)
         ended_ns = time.monotonic_ns()
         self._count_turn(ended_ns - began_ns)
         self.snapshots.end_turn(ended_ns)

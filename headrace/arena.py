@@ -246,6 +246,22 @@ class ArenaReader:
         self.check(ref)
         return copied
 
+    def reclaim(self) -> bool:
+        """Remove the file if nobody else holds it, and tell whether it is gone; else go on holding it."""
+        if self.is_removed():
+            return True
+        try:
+            # This drops the shared lock first: another process may be faster, and that is as good.
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.folder / self.name).unlink()
+        except FileNotFoundError:
+            return True
+        except OSError:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return self.is_removed()
+        return True
+
     def is_removed(self) -> bool:
         """Tell whether the file has no name any more: no frame will name it again."""
         return os.fstat(self._fd).st_nlink == 0

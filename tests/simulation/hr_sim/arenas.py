@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from headrace.arena import BLOCK_HEADER_BYTES, HEADER_BYTES
+from headrace.broker import actions as act
+from headrace.errors import Code
 from headrace.protocol.messages import Frame, Hello, ShmRef
 from headrace.slot_allocator import SlotAllocator
 from hr_sim.book import Violation
@@ -78,16 +80,34 @@ class Arenas:
     def held_by(self, boot: int) -> list[str]:
         return [arena.name for arena in self._by_name.values() if boot in arena.holders]
 
-    def let_go(self, boot: int, used: Collection[str] = ()) -> None:
-        """A broker drops its hold on all arenas but those it uses."""
+    def sweep(self, boot: int, used: Collection[str]) -> list[str]:
+        """A broker lets go of the arenas of dead owners that it does not use."""
+        closed = [
+            arena
+            for arena in self._by_name.values()
+            if boot in arena.holders and not arena.has_owner and arena.name not in used
+        ]
+        for arena in closed:
+            del arena.holders[boot]
+        return [arena.name for arena in closed]
+
+    def let_go(self, boot: int) -> None:
+        """A broker is gone."""
         for arena in self._by_name.values():
-            if arena.name not in used:
-                arena.holders.pop(boot, None)
+            arena.holders.pop(boot, None)
 
     def read(self, ref: ShmRef) -> bytes | None:
         """Return a payload, None when it is stale."""
         arena = self._by_name.get(ref.arena)
         return None if arena is None else arena.read(ref)
+
+    def judge_arrival(self, frame: Frame, actions: list[act.Action]) -> None:
+        """Fail if a living producer's frame is refused for where its payload is: it would not come again."""
+        arena = self._by_name.get(frame.payload.arena) if isinstance(frame.payload, ShmRef) else None
+        for action in actions if arena is not None and arena.has_owner else ():
+            if isinstance(action, act.SendReject) and action.reject.code == Code.LANE_UNAVAILABLE:
+                key = (frame.stream, frame.epoch or 0, frame.seq or 0)
+                raise Violation("it is refused for its lane, and its producer lives", key)
 
     def check_pixels(self, frame: Frame, payload: bytes) -> None:
         """Fail if a payload that was read is that of another frame. Copies of a poison frame are zeros."""

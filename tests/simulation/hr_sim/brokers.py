@@ -141,7 +141,9 @@ class BrokerNode(Node):
         if self._turns % CHECK_EVERY_TURNS == 0:
             self.check()
             arenas = self.world.arenas
-            arenas.let_go(self.boot, self.core.arenas_in_use(arenas.held_by(self.boot)))
+            used = self.core.arenas_in_use(arenas.held_by(self.boot))
+            for name in arenas.sweep(self.boot, used):
+                self._tell(events.ArenaClosed(name), now_ns)
         self.free_ns = now_ns + self.world.options.turn_us * US
         if self._ending_ns is not None and self.core.is_drained:
             self._end()
@@ -177,6 +179,8 @@ class BrokerNode(Node):
         self.world.event_count += 1
         done = self.core.handle(event, now_ns)
         self.referee.observe(self._with_payload(event), done, now_ns)
+        if isinstance(event, events.FrameArrived) and isinstance(event.frame, Frame):
+            self.world.arenas.judge_arrival(event.frame, done)
         self._actions += done
 
     def _with_payload(self, event: events.Event) -> events.Event:

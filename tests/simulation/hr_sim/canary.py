@@ -21,7 +21,7 @@ from headrace.broker.inflight import Ledger
 from headrace.broker.outcomes import OutcomeLog
 from headrace.broker.producer_registry import ProducerRegistry
 from headrace.broker.queues import ClassQueue
-from headrace.broker.records import End, FrameState
+from headrace.broker.records import End, FrameState, Refusal
 from headrace.broker.recovery import Recovery
 from headrace.broker.room import Room
 from headrace.broker.size_class import SizeClasses
@@ -415,6 +415,16 @@ def arena_let_go_with_its_producer(_original: Any) -> Any:
         return {name: None for name in arenas if name in known}
 
     return arenas_in_use
+
+
+@_plant(Admission, "_check_slot", producer_pause=2.0)
+def lane_of_sessions_alone(original: Any) -> Any:
+    def check_slot(self: Any, arrival: Any, ref: Any) -> Any:
+        if arrival.session is None:
+            return Refusal(Code.LANE_UNAVAILABLE, "no session")
+        return original(self, arrival, ref)
+
+    return check_slot
 
 
 @_plant(ProducerSession, "_finish", cut=4.0)

@@ -74,11 +74,27 @@ def test_a_frame_may_lie_only_in_its_own_producers_arena(driver: hr.CoreDriver) 
 
 
 def test_a_repeated_hello_may_bring_another_arena(driver: hr.CoreDriver) -> None:
-    """A producer whose HELLO was answered late says it again; what it names last holds."""
+    """A producer whose HELLO was answered late says it again."""
+    other = "headrace-ffffffffffffffff.arena"
     arrive(driver)
-    arrive(driver, "headrace-ffffffffffffffff.arena")
+    arrive(driver, other)
 
-    assert rejects(driver.push(frame(0), peer=b"p1")) == ["lane_unavailable"]
+    assert rejects(driver.push(frame(0, slot(arena=other)), peer=b"p1")) == []
+    assert list(driver.core.arenas_in_use([other])) == [other]
+    driver.core.check_invariants()
+
+
+def test_a_producer_that_was_taken_for_dead_has_its_arena_until_it_is(driver: hr.CoreDriver) -> None:
+    """It may have sent frames before it noticed: they are judged like any of an unknown peer."""
+    arrive(driver)
+    driver.send(events.PeerUnreachable(b"p1"))
+
+    assert rejects(driver.push(frame(0), peer=b"p1")) == []
+    assert rejects(driver.push(replace(frame(0), stream="cam-2", epoch=2), peer=b"p1")) == [
+        "lane_unavailable"
+    ]
+    driver.send(events.ArenaClosed(ARENA))
+    assert rejects(driver.push(frame(1), peer=b"p1")) == ["lane_unavailable"]
     driver.core.check_invariants()
 
 
