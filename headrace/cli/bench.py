@@ -130,7 +130,9 @@ def _run(address: str, plan: LoadPlan, pool: str) -> LoadReport:
                 break
             left = len(plan.rates) - number
             if results[-1].counts.unfinished and left:
-                problems.append(f"the pool was not idle again: {left} more rates were not measured")
+                problems.append(
+                    f"the pool was not idle again: not measured were {left} of {len(plan.rates)} rates"
+                )
                 break
         messages = dict(generator.ledger.first_messages)
     return LoadReport(

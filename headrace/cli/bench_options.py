@@ -265,12 +265,13 @@ def parse_priorities(texts: tuple[str, ...]) -> tuple[tuple[int, float], ...]:
 
 
 def _sizes(texts: tuple[str, ...], spec: ModelSpec, pool: Pool) -> tuple[tuple[Size, float], ...]:
+    if spec.image is None:
+        raise click.UsageError(f"model {spec.name} takes plain tensors: this command sends images")
     fits = pool.class_sizes(spec)
     sizes = parse_sizes(texts)
     if not sizes and not fits:
         raise click.UsageError(
-            f"model {spec.name} names no size of images (it takes tensors, or no worker has described it"
-            " yet): give --sizes"
+            f"model {spec.name} names no size and no worker has described it yet: give --sizes"
         )
     for size, _ in sizes:
         if size.height * size.width > pool.limits.max_pixels:

@@ -350,7 +350,7 @@ def test_rates_after_one_that_left_frames_behind_are_not_measured(
 
     captured = capsys.readouterr()
     assert code == ExitCode.FAILED
-    assert "2 more rates were not measured" in captured.out
+    assert "not measured were 2 of 3 rates" in captured.out
 
 
 def test_streams_too_few_for_the_shares_are_refused(
