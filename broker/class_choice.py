@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from headrace.broker.batching import ClassView, CloseNow, GiveWay
 from headrace.broker.worker_pool import ClassPool
 from headrace.broker.worker_registry import Worker
 from headrace.protocol.per_frame import per_frame
@@ -48,6 +49,29 @@ class Choice:
     def due_ns(self) -> int:
         """Return until when the batch should be done: its first frame's deadline, or the objective."""
         return min(self.urgency[1], self.oldest_ns + self.pool.served.objective_ns)
+
+
+@per_frame(frozen=True, slots=True)
+class Growing:
+    """A batch that its policy lets grow while no worker is idle."""
+
+    pool: ClassPool
+    worker: Worker
+    view: ClassView
+
+
+def choice_of(one: Growing, decision: CloseNow | GiveWay, now_ns: int, *, is_growing: bool) -> Choice:
+    """Return the batch that a policy has decided to close."""
+    return Choice(
+        one.pool,
+        one.worker,
+        decision.count,
+        one.pool.served.queue.urgency(now_ns),
+        one.view.oldest_ns,
+        is_growing=is_growing,
+        gives_way=isinstance(decision, GiveWay),
+        is_full=decision.count >= one.view.max_batch_size,
+    )
 
 
 def most_urgent(choices: list[Choice], now_ns: int) -> Choice | None:

@@ -39,7 +39,7 @@ from dataclasses import replace
 
 from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
 from headrace.broker.batching import IDLE_LEAD_NS, ClassView, GiveWay, LookAgain
-from headrace.broker.class_choice import Choice, instead, most_urgent
+from headrace.broker.class_choice import Choice, Growing, choice_of, instead, most_urgent
 from headrace.broker.costs import CostTable
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import InFlightBatch, Ledger
@@ -132,16 +132,21 @@ class Dispatcher:
         return has_ended
 
     def _most_urgent(self, now_ns: int) -> Choice | None:
-        choices: list[Choice] = []
+        found: list[Choice | Growing] = []
+        is_ready = False
         for served in self._models.classes:
             if served.suspects:
                 choice = self._choose_suspect(served, now_ns)
                 if choice is not None:
                     return choice
             if served.queue:
-                choice = self._choose(served, now_ns)
-                if choice is not None:
-                    choices.append(choice)
+                one = self._choose(served, now_ns)
+                if one is not None:
+                    found.append(one)
+                    is_ready = is_ready or (isinstance(one, Choice) and not one.is_growing)
+        if not is_ready:
+            return None
+        choices = [grown for one in found if (grown := self._grown(one, now_ns)) is not None]
         best = most_urgent(choices, now_ns)
         if best is None:
             return None
@@ -185,7 +190,8 @@ class Dispatcher:
 
     # -- everybody else -----------------------------------------------------------------------------
 
-    def _choose(self, served: ServedClass, now_ns: int) -> Choice | None:
+    def _choose(self, served: ServedClass, now_ns: int) -> Choice | Growing | None:
+        """Return the batch that a class could send now, None if it has none or no worker for it."""
         pool = self.pools.of(served)
         idle = pool.best_idle()
         opened = pool.best_open(now_ns)
@@ -200,29 +206,26 @@ class Dispatcher:
                 return None
         view = self._view(pool, candidate, idle, opened, now_ns)
         decision = served.policy.decide(view, now_ns)
-        is_growing = False
         if isinstance(decision, LookAgain):
             self._look_again(decision.at_ns, now_ns)
-            if idle is not None:
-                return None
-            decision = served.policy.decide(replace(view, has_idle_worker=True), now_ns)
-            if isinstance(decision, LookAgain):
-                return None
-            is_growing = True
-        elif idle is None:
-            is_growing = self._is_early(candidate, now_ns)
+            return Growing(pool, candidate, view) if idle is None else None
         if isinstance(decision, GiveWay):
             self._look_again(decision.at_ns, now_ns)
-        return Choice(
-            pool,
-            candidate,
-            decision.count,
-            served.queue.urgency(now_ns),
-            view.oldest_ns,
-            is_growing=is_growing,
-            gives_way=isinstance(decision, GiveWay),
-            is_full=decision.count >= view.max_batch_size,
-        )
+        is_early = idle is None and self._is_early(candidate, now_ns)
+        return choice_of(Growing(pool, candidate, view), decision, now_ns, is_growing=is_early)
+
+    def _grown(self, one: Choice | Growing, now_ns: int) -> Choice | None:
+        """Return the batch that a class would send if its worker fell idle now. Asked for only when another
+        class has a batch ready for a slot: in most turns none has."""
+        if isinstance(one, Choice):
+            return one
+        view = replace(one.view, has_idle_worker=True)
+        decision = one.pool.served.policy.decide(view, now_ns)
+        if isinstance(decision, LookAgain):
+            return None
+        if isinstance(decision, GiveWay):
+            self._look_again(decision.at_ns, now_ns)
+        return choice_of(one, decision, now_ns, is_growing=True)
 
     def _view(
         self, pool: ClassPool, candidate: Worker, idle: Worker | None, opened: Worker | None, now_ns: int
@@ -232,15 +235,15 @@ class Dispatcher:
         queue, service = served.queue, pool.service(candidate)
         oldest_ns = queue.oldest_ns()
         view = ClassView(
-            waiting_count=len(queue),
-            oldest_ns=now_ns if oldest_ns is None else oldest_ns,
-            max_batch_size=service.max_batch_size,
-            has_idle_worker=idle is not None,
-            has_free_slot=True,
-            next_idle_ns=None if opened is None else opened.busy_until_ns,
-            lead_ns=_lead_ns(candidate),
-            full_ns=service.cost_ns,
-        )
+            len(queue),
+            now_ns if oldest_ns is None else oldest_ns,
+            service.max_batch_size,
+            idle is not None,
+            True,
+            None if opened is None else opened.busy_until_ns,
+            _lead_ns(candidate),
+            service.cost_ns,
+        )  # by position: a view is made for every class that waits, in every turn
         if not served.policy.is_looking_ahead:
             return view
         count = min(view.waiting_count, view.max_batch_size)

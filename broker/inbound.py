@@ -131,8 +131,7 @@ class Inbound:
             return
         if isinstance(message, Frames):
             self._record(message, now_ns)
-            for frame in message.frames:
-                self._tell(events.FrameArrived(None, frame), now_ns)
+            self._tell(events.FramesArrived(None, message.frames), now_ns)
 
     def _take_subscription(self, now_ns: int) -> None:
         parts = receive(self._sockets[Role.RESULTS])
@@ -150,8 +149,7 @@ class Inbound:
         match message:
             case Frames(frames):
                 self._record(message, now_ns)
-                for frame in frames:
-                    self._tell(events.FrameArrived(peer, frame), now_ns)
+                self._tell(events.FramesArrived(peer, frames), now_ns)
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
             case Hello():

@@ -248,6 +248,8 @@ class ClassQueue:
     def pop_expired(self, now_ns: int) -> list[FrameRecord]:
         """Take out every frame whose deadline has come, earliest first; exact batches shrink."""
         expired: list[FrameRecord] = []
+        if not self._deadlines_count and not self._exact:
+            return expired
         for batch in self._exact:
             expired += [r for r in batch if r.deadline_ns is not None and r.deadline_ns <= now_ns]
         for record in expired:

@@ -74,6 +74,11 @@ MAX_SUBSCRIPTION_BYTES = 4_096
 ZERO_COPY_BYTES = 64 * 1024
 
 
+# Plain numbers: the arithmetic of zmq's enums costs as much as sending a small part.
+_LAST = int(zmq.DONTWAIT)
+_MORE = int(zmq.DONTWAIT | zmq.SNDMORE)
+
+
 def options_for(role: Role, settings: ShellSettings) -> dict[int, int]:
     """Return the options of one socket: the common ones, then the role's own."""
     core = settings.core
@@ -119,7 +124,7 @@ def make_socket(context: Context, role: Role, settings: ShellSettings) -> Socket
 
 def receive_routed(socket: Socket) -> tuple[bytes, list[Buffer]]:
     """Take one message from a ROUTER: routing id and parts. Raises zmq.Again when there is none."""
-    routing_id = socket.recv(zmq.NOBLOCK)
+    routing_id = socket.recv(_LAST)
     return routing_id, receive(socket)
 
 
@@ -131,7 +136,7 @@ def receive(socket: Socket) -> list[Buffer]:
     parts: list[Buffer] = []
     has_more = True
     while has_more:
-        part = socket.recv(zmq.NOBLOCK, copy=False)
+        part = socket.recv(_LAST, copy=False)
         has_more = part.more
         parts.append(part.bytes if len(part) < ZERO_COPY_BYTES else part.buffer)
     return parts
@@ -146,8 +151,8 @@ def send(socket: Socket, parts: Sequence[Buffer]) -> None:
     """
     last = len(parts) - 1
     for index, part in enumerate(parts):
-        flags = zmq.DONTWAIT if index == last else zmq.DONTWAIT | zmq.SNDMORE
-        if isinstance(part, memoryview):
+        flags = _LAST if index == last else _MORE
+        if type(part) is memoryview:
             owner = part.obj
             # A received part goes out again as itself: ZeroMQ counts the reference. Handing over the
             # memoryview instead would cost a second object and a callback from ZeroMQ's thread.

@@ -25,19 +25,20 @@ ENDPOINTS = hr_wire.ENDPOINTS
 #: Socket -> type on the wire -> what it becomes: events, or the answer it gets.
 TAKEN: dict[Role, dict[str, str]] = {
     Role.FRAMES: {
-        "frame": "FrameArrived",
+        "frame": "FramesArrived",
         "heartbeat": "PeerHeard",
         "hello": "ProducerArrived",
         "goodbye": "forgotten ProducerLeft",
         "discover": "introduced",
     },
-    Role.INTAKE: {"frame": "FrameArrived"},
+    Role.INTAKE: {"frame": "FramesArrived"},
     Role.WORKERS: {
         "worker_hello": "WorkerArrived",
         "ready": "WorkerReady",
         "done": "BatchDone",
         "failed": "BatchFailed",
         "heartbeat": "PeerHeard",
+        "telemetry": "PeerHeard",
         "goodbye": "WorkerLeft",
         "discover": "introduced",
     },
