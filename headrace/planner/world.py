@@ -51,21 +51,21 @@ DRAIN_NS = 60_000_000_000
 class Overheads:
     """What a pool on one host takes beside the device, in microseconds.
 
-    `python -m benchmarks agreement` prints those of the machine it runs on. On a network, add its way to the
-    first two and the last two.
+    `python -m benchmarks agreement` prints those of the machine it runs on; these are medians of two cores
+    that did other things too. On a network, add its way to the first two and the last two.
     """
 
     #: From the time a frame is due until the broker has it.
-    to_broker_us: float = 600.0
+    to_broker_us: float = 850.0
     #: From the broker's decision until the worker has the batch.
-    to_worker_us: float = 250.0
-    #: Into the batch's buffer, per batch and per frame in it; while another batch runs.
-    stage_us: float = 60.0
+    to_worker_us: float = 650.0
+    #: Into the batch's buffer while another batch runs: per batch, and per frame in it (150 KB at 10 GB/s).
+    stage_us: float = 165.0
     stage_frame_us: float = 15.0
     #: From the end of the run until the broker has the results.
-    to_results_us: float = 350.0
+    to_results_us: float = 650.0
     #: From the broker's outcome until a subscriber has it.
-    to_subscriber_us: float = 500.0
+    to_subscriber_us: float = 850.0
     #: Length of one turn of the broker's loop: what comes within it is decided together.
     turn_us: float = 200.0
 

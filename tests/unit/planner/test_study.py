@@ -33,7 +33,7 @@ def study(*, streams: int = 40, objective_ms: float = 100.0) -> Study:
         warm_up_s=0.2,
         objective_ms=objective_ms,
         share=0.99,
-        overheads=Overheads(),
+        overheads=Overheads(600.0, 250.0, 60.0, 15.0, 350.0, 500.0, 200.0),
     )
 
 
