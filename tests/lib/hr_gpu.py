@@ -255,6 +255,8 @@ class RecordingDevice:
 
     def touch_by_host(self, block: Block, *, is_write: bool) -> None:
         with self._lock:
+            if self.is_lost:
+                return  # the host's memory is there all the same
             self._check_call("memory of the host")
             tick = self._enqueue(HOST)
             self._touch(HOST, tick, block.address, block.nbytes, is_write, f"host {_verb(is_write)}")
