@@ -9,11 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
+import numpy as np
+import numpy.typing as npt
+
+from headrace.arena import SHM_FOLDER
 from headrace.clients.client import DEFAULT_TIMEOUT_S, Client, InferOptions
+from headrace.clients.drafts import SlotOptions
+from headrace.clients.lane import DEFAULT_SHM_BYTES, LaneChoice
 from headrace.clients.producer import Producer
 from headrace.clients.records import FrameId, Missed, ProducerAccount, SubscriberAccount
 from headrace.clients.subscriber import Subscriber
@@ -67,6 +74,9 @@ class AsyncProducer:
         max_unfinished_frames: int = 1_024,
         max_unfinished_bytes: int = 256 * 1024 * 1024,
         linger_s: float = 2.0,
+        lane: LaneChoice | str = LaneChoice.AUTO,
+        shm_bytes: int = DEFAULT_SHM_BYTES,
+        shm_folder: str | os.PathLike[str] = SHM_FOLDER,
         on_reject: Callable[[Reject], None] | None = None,
     ) -> None:
         """Make one inside a running event loop. ``on_reject`` is called in that loop."""
@@ -78,6 +88,9 @@ class AsyncProducer:
             max_unfinished_frames=max_unfinished_frames,
             max_unfinished_bytes=max_unfinished_bytes,
             linger_s=linger_s,
+            lane=lane,
+            shm_bytes=shm_bytes,
+            shm_folder=shm_folder,
             on_reject=None if on_reject is None else lambda r: _call_in(loop, on_reject, r),
         )
         self._producer.add_listener(self._bell.ring)
@@ -115,6 +128,34 @@ class AsyncProducer:
         if pushed is None:
             raise full[0]
         return pushed
+
+    @contextlib.asynccontextmanager
+    async def slot(
+        self,
+        shape: Sequence[int],
+        dtype: npt.DTypeLike = np.uint8,
+        *,
+        seq: int | None = None,
+        timeout: float | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> AsyncIterator[npt.NDArray[Any]]:
+        """See ``Producer.slot``. Other tasks run while it waits for room."""
+        full: list[RequestTimeoutError] = []
+        with contextlib.ExitStack() as stack:
+
+            def attempt() -> npt.NDArray[Any] | None:
+                try:
+                    return stack.enter_context(
+                        self._producer.slot(shape, dtype, seq=seq, timeout=0, **options)
+                    )
+                except RequestTimeoutError as error:
+                    full[:] = [error]
+                    return None
+
+            array = await self._bell.wait_until(attempt, self._bell.deadline(timeout))
+            if array is None:
+                raise full[0]
+            yield array
 
     async def flush(self, timeout: float | None = None) -> ProducerAccount:
         """See ``Producer.flush``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -23,7 +24,7 @@ import headrace
 from headrace.arena import ArenaWriter
 from headrace.broker.settings import ModelSettings
 from headrace.broker.shell_settings import LocalModel
-from headrace.errors import ArenaError, NotDeliveredError
+from headrace.errors import ArenaError, InvalidFrameError, NotDeliveredError
 from headrace.host import host_key
 from headrace.protocol.messages import (
     Frame,
@@ -138,6 +139,50 @@ def test_arrays_images_and_slots_go_through_shared_memory(grow: Grow) -> None:
         assert account.by_status == {"ok": 24}
         assert len(plant.arenas()) == 1
     assert plant.arenas() == []
+
+
+def test_the_asyncio_twin_has_slots_too(grow: Grow) -> None:
+    """Awaited instead of waited for; a block that fails pushes nothing."""
+    pictures = [picture(seq) for seq in range(6)]
+
+    async def push(plant: Plant) -> headrace.ProducerAccount:
+        async with headrace.AsyncProducer(
+            plant.broker.endpoints.frames, lane="shm", shm_bytes=4 * NBYTES, shm_folder=plant.folder
+        ) as producer:
+            for sent in pictures:
+                async with producer.slot(sent.shape, stream="cam", timeout=TIMEOUT_S) as array:
+                    array[:] = sent
+            with pytest.raises(ZeroDivisionError):
+                async with producer.slot((8, 8, 3), stream="cam"):
+                    _ = 1 / 0
+            return await producer.flush(TIMEOUT_S)
+
+    with grow() as plant:
+        account = asyncio.run(push(plant))
+        assert_means(plant.outcomes(len(pictures)), pictures)
+
+    assert account.by_lane == {"shm": 6}
+    assert account.unfinished == 0
+
+
+def test_slots_are_checked_as_pushes_are(grow: Grow) -> None:
+    """Before memory of that size is made."""
+    with grow() as plant, plant.producer() as producer:
+        for shape, dtype, stream, words in (
+            ((8, 0, 3), "uint8", "cam", "shape"),
+            ((), "uint8", "cam", "axes"),
+            ((8, 8, 3), "bool", "cam", "dtype"),
+            ((8, 8, 3), "nonsense", "cam", "dtype"),
+            ((2**20, 2**20), "uint8", "cam", "limit"),
+            ((8, 8, 3), "uint8", "", "stream"),
+        ):
+            with pytest.raises(InvalidFrameError, match=words), producer.slot(shape, dtype, stream=stream):
+                pass
+        assert producer.account.sent == 0
+        with producer.slot((4, 4, 3), ">u2", stream="cam") as array:
+            array[:] = 258
+        assert array.dtype == "<u2"
+        assert not array.flags.writeable
 
 
 def test_a_full_arena_sends_frames_inline_and_counts_them(grow: Grow) -> None:
