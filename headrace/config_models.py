@@ -225,7 +225,8 @@ class ModelSection(Section):
 
     @model_validator(mode="after")
     def _adapter_takes_its_options(self) -> Self:
-        # Imported here: reading a configuration without models needs no numpy.
+        if self.adapter == "tensors" and not self.adapter_options:
+            return self  # nothing to check, and a broker of such models starts without loading numpy
         from headrace.workers.adapters import check_adapter
 
         try:
