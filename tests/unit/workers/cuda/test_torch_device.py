@@ -14,6 +14,7 @@ from headrace.workers.cuda.ort_session import CPU_PROVIDER, open_cuda_session, s
 from headrace.workers.onnx_model import open_session, read_model
 
 
+@pytest.mark.filterwarnings("ignore:Specified provider")
 def test_a_session_that_is_not_on_the_gpu_is_refused(tmp_path: Path) -> None:
     """ORT-01: ONNX Runtime falls back to the CPU without a word; the session's own list tells."""
     import onnxruntime
