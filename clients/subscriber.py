@@ -95,14 +95,8 @@ class Subscriber:
         self._session = SubscriberSession(topics, mode=self.mode, start=self.start, jitter=jitter)
         self._changed = threading.Condition()
         self._has_ended = False
-        self._loop = SubscriberLoop(
-            self.address,
-            self._session,
-            self._queue if sink is None else sink,
-            put_all=self._queue.wake_readers,
-            changed=self._notify,
-            ended=self._take_end,
-        )
+        # A sink may be empty, and so false: that it is there is what counts.
+        self._loop = self._make_loop(self._queue if sink is None else sink)
         self._loop.thread.start()
         try:
             self.wait_connected(timeout)
@@ -202,6 +196,16 @@ class Subscriber:
         )
 
     # -- helpers -------------------------------------------------------------------------------------
+
+    def _make_loop(self, sink: Sink) -> SubscriberLoop:
+        return SubscriberLoop(
+            self.address,
+            self._session,
+            sink,
+            put_all=self._queue.wake_readers,
+            changed=self._notify,
+            ended=self._take_end,
+        )
 
     def _make_room(self) -> None:
         self._loop.wake()
