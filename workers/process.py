@@ -80,11 +80,11 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     session_settings = SessionSettings(
         slots=settings.slots, grace_ms=settings.grace_ms, give_up_ms=settings.give_up_ms
     )
+    if settings.shm_folder is not None:
+        reclaim(settings.shm_folder)
     log.info(
         "worker started", worker=hello.worker, device=hello.device, threads_count=threads, broker=address
     )
-    if settings.shm_folder is not None:
-        reclaim(settings.shm_folder)
     make_engine, figures = device.make_engine, device.figures
 
     def make_pipeline(tell: Callable[[Event], None]) -> Pipeline:
