@@ -8,6 +8,7 @@ with their linger, files closed.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import secrets
 import signal
@@ -37,6 +38,10 @@ from headrace.protocol.messages import Endpoints
 from headrace.signals import stopped_by_signals
 
 __all__ = ["Broker", "LocalModel", "ShellSettings", "run"]
+
+#: New objects after which the youngest are walked: some thousand frames. One walk in 20 takes the next
+#: generation with it, and one in 50 of those everything.
+GC_THRESHOLDS = (50_000, 20, 50)
 
 log = structlog.get_logger()
 
@@ -128,6 +133,7 @@ def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None
             log.info("broker ready", frames=broker.endpoints.frames, http=broker.endpoints.http)
             if on_ready is not None:
                 on_ready(broker.endpoints)
+            collect_seldom()
             try:
                 broker.run()
             except JournalError as error:
@@ -141,6 +147,17 @@ def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None
                 return ExitCode.INTERNAL
             log.info("broker stopped")
     return ExitCode.OK
+
+
+def collect_seldom() -> None:
+    """Let the collector of reference cycles run seldom, for the rest of this process.
+
+    Frames leave no cycles behind (a test sees to it), and what is kept for replay would be walked again and
+    again: by default every 700 objects, which took a tenth of the core's time of a frame, and all of them
+    every few seconds, which would stop the loop for as long as it takes to walk a full ring."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def _open_journal(settings: ShellSettings, core: BrokerCore) -> Journal | None:

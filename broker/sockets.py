@@ -20,7 +20,7 @@ Why these options (libzmq's manual, zmq_setsockopt(3)):
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import StrEnum
 from typing import TypeAlias
 
 import zmq
@@ -32,7 +32,7 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Context: TypeAlias = "zmq.Context[Socket]"
 
 
-class Role(Enum):
+class Role(StrEnum):
     """One socket each; the value is its key in the configuration and its field in Endpoints."""
 
     FRAMES = "frames"
