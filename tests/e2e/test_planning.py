@@ -29,6 +29,13 @@ max_batch_size = 4
 """
 
 
+def stdout_of(*arguments: object) -> str:
+    """Return what a command that succeeds prints."""
+    done = hr_cli.run(*arguments)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.timeout(120)
 def test_a_recorded_pool_is_planned(tmp_path: Path) -> None:
     """A trace and a status are all that the planner needs; the pool's own run times are used."""
@@ -45,19 +52,22 @@ def test_a_recorded_pool_is_planned(tmp_path: Path) -> None:
             hr_cli.wait_until(lambda: trace.exists() and bool(trace.read_text()))
             for number in range(20):
                 producer.push(np.zeros((48, 60, 3), np.uint8), stream=f"cam-{number % 2}")
+                if number == 9:
+                    producer.flush(timeout=30)  # frames of one message have one time: two at least
             producer.flush(timeout=30)
             assert recording.stop() == 0
             account = recording.read_json()
-            status.write_text(hr_cli.run("status", "--connect", address, "--json").stdout)
-    planned = hr_cli.run("plan-classes", trace, "-k", 1, "--multiple", 4, "--json")
-    simulated = hr_cli.run(
-        "simulate", "--config", config, "--trace", trace, "--profile", status, "--objective-ms", 500, "--json"
+            status.write_text(stdout_of("status", "--connect", address, "--json"))
+    planned = json.loads(stdout_of("plan-classes", trace, "-k", 1, "--multiple", 4, "--json"))
+    told = json.loads(
+        stdout_of(
+            *("simulate", "--config", config, "--trace", trace, "--profile", status),
+            *("--objective-ms", 500, "--json"),
+        )
     )
 
     assert (account["frames"], account["streams"], account["lost"]) == (20, 2, 0)
-    assert json.loads(planned.stdout)["classes"] == [{"height": 48, "width": 60}]
+    assert planned["classes"] == [{"height": 48, "width": 60}]
     assert dict(json.loads(status.read_text())["classes"][0]["run_ms"]).keys() == {1, 2, 4}
-    told = json.loads(simulated.stdout)
-    assert simulated.returncode == 0, simulated.stderr
     assert told["cheapest"]["workers"] == 1
     assert told["cheapest"]["by_status"]["ok"] == told["cheapest"]["offered"]
