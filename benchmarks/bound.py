@@ -7,6 +7,11 @@ must not exceed the objective. Taking as many as fit from the left gives the few
 hundred may be late: the batches that hold the fewest frames are struck out, up to that share, as if late
 frames rode elsewhere for their own cost alone. When even that needs more device time than there is, the
 rate is impossible. Classes that compete at the same moment are not looked at, so the bound is generous.
+
+That looks at the whole time alone. A burst can be too much while the mean is not: where a frame costs the
+same in every class, the device is also taken as a fluid that serves frames in the order of arrival at the
+rate of full batches, and turns away each frame that would be late. For equal costs and objectives nobody can
+turn away fewer.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ def is_possible(arrivals: Arrivals, duration_s: float, objective_s: float, *, is
         by_class[arrivals.size_index(index)].append(time_s)
     sizes: list[int] = []
     needed_s = 0.0
+    if not is_scaled and _fewest_late(arrivals.times_s, objective_s) > LATE_SHARE * len(arrivals.times_s):
+        return False
     for side, times in zip(SIZES, by_class, strict=True):
         sizes += _fewest_batches(times, side, objective_s, is_scaled=is_scaled)
         needed_s += len(times) * per_frame_ms(side, is_scaled=is_scaled) / 1e3
@@ -36,6 +43,18 @@ def is_possible(arrivals: Arrivals, duration_s: float, objective_s: float, *, is
         late -= size
         batches -= 1
     return needed_s + batches * BASE_MS / 1e3 <= duration_s + objective_s
+
+
+def _fewest_late(times_s: tuple[float, ...], objective_s: float) -> int:
+    per_frame_s = cost_s(MAX_BATCH, SIZES[0], is_scaled=False) / MAX_BATCH
+    late, free_s = 0, 0.0
+    for time_s in times_s:
+        done_s = max(free_s, time_s) + per_frame_s
+        if done_s - time_s > objective_s:
+            late += 1
+        else:
+            free_s = done_s
+    return late
 
 
 def _fewest_batches(times: list[float], side: int, objective_s: float, *, is_scaled: bool) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,11 @@ class Model:
 
 
 def broker_config(
-    *models: Model, credits_count: int = 64, policy: str = "adaptive", max_queue_delay_ms: float = 0.0
+    *models: Model,
+    credits_count: int = 64,
+    policy: str = "adaptive",
+    max_queue_delay_ms: float | str = 0.0,
+    objective_ms: float = 50.0,
 ) -> str:
     """Return a broker on free ports, with the defaults for all that is not said here."""
     lines = [
@@ -38,7 +43,8 @@ def broker_config(
         "max_bytes = 1073741824",
         "[queues]",
         f'policy = "{policy}"',
-        f"max_queue_delay_ms = {max_queue_delay_ms}",
+        f"max_queue_delay_ms = {json.dumps(max_queue_delay_ms)}",
+        f"objective_ms = {objective_ms}",
     ]
     for model in models:
         lines += _model_lines(model)

@@ -7,6 +7,8 @@ What it is for: the core's own speed (``core``) and what its decisions are worth
 from __future__ import annotations
 
 import heapq
+import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -47,6 +49,7 @@ class Outcome:
     frame_events_count: int = 0
     busy_ns: dict[bytes, int] = field(default_factory=dict)
     batches_count: int = 0
+    late_count: int = 0
 
 
 def core_settings(policy: ClassPolicy, sides: tuple[int, ...] = SIZES) -> CoreSettings:
@@ -66,14 +69,30 @@ class VirtualPool:
         self._now_ns = 1_000_000_000
         self._pending: list[tuple[int, int, events.Event]] = []
         self._order = 0
+        self._late_ms = math.inf
         self._free_at_ns: dict[bytes, int] = {}
         self._sides = {c.name: c.height for c in settings.models[0].spec.size_classes}
         self.outcome = Outcome([])
         for number in range(workers):
             self._join(f"w{number}".encode(), settings.models[0].spec)
 
-    def run(self, arrivals: Arrivals, *, turn_s: float = 0.0) -> Outcome:
-        """Serve all arrivals. What arrives within ``turn_s`` of a turn's begin is taken in that turn."""
+    def keeps(self, arrivals: Arrivals, latency_ms: float, late_share: float) -> bool:
+        """Tell whether at most that share of the frames takes longer, and none goes without a result. As soon
+        as the answer is no, the rest is not served."""
+        most = int(late_share * len(arrivals.times_s))
+        return self.run(arrivals, late_ms=latency_ms, max_late_count=most).late_count <= most
+
+    def run(
+        self,
+        arrivals: Arrivals,
+        *,
+        turn_s: float = 0.0,
+        late_ms: float = math.inf,
+        max_late_count: int = sys.maxsize,
+    ) -> Outcome:
+        """Serve all arrivals, or until more than ``max_late_count`` frames took longer than ``late_ms`` or
+        were lost. What arrives within ``turn_s`` of a turn's begin is taken in that turn."""
+        self._late_ms = late_ms
         result = self.outcome
         result.latencies_ms = [None] * len(arrivals.times_s)
         base_ns = self._now_ns + 1_000_000
@@ -81,7 +100,7 @@ class VirtualPool:
         frames, where = _frames(arrivals)
         following, total, left = 0, len(due_ns), len(due_ns)
         turn_ns = round(turn_s * 1e9)
-        while left:
+        while left and result.late_count <= max_late_count:
             self._now_ns = self._next_ns(due_ns[following] if following < total else None)
             until_ns = self._now_ns + turn_ns
             told: list[act.Action] = []
@@ -117,7 +136,11 @@ class VirtualPool:
                     self.outcome.frame_events_count += 1
                     if outcome.status is Status.OK:
                         index = where[outcome.stream, outcome.seq]
-                        self.outcome.latencies_ms[index] = (self._now_ns - due_ns[index]) / 1e6
+                        latency_ms = (self._now_ns - due_ns[index]) / 1e6
+                        self.outcome.latencies_ms[index] = latency_ms
+                        self.outcome.late_count += latency_ms > self._late_ms
+                    else:
+                        self.outcome.late_count = sys.maxsize
                 case act.SendBatch():
                     self._run_batch(action)
                 case act.SendHeartbeat(peer, _, probe):
