@@ -27,7 +27,6 @@ made and locked under a temporary name: nothing that can be opened by a frame's 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import re
@@ -42,6 +41,11 @@ from typing import Final
 from headrace.errors import ArenaError, Code, InvalidFrameError
 from headrace.protocol.messages import ShmRef
 from headrace.slot_allocator import ALIGNMENT, SlotAllocator
+
+try:
+    import fcntl
+except ImportError:  # Windows; there ``host.host_key`` is empty, so that no arena is ever made or opened
+    fcntl = None  # type: ignore[assignment]
 
 #: Where Linux keeps shared memory: a file system in memory that all processes of a host see.
 SHM_FOLDER: Final = Path("/dev/shm")  # noqa: S108 - a folder of memory, not of temporary files
@@ -159,7 +163,7 @@ class ArenaWriter:
         if not is_abandoned:
             with contextlib.suppress(FileNotFoundError):
                 (self.folder / self.name).unlink()
-        os.close(self._lock_fd)
+        self.drop_lock()
         if is_abandoned:
             reclaim_one(self.folder, self.name)
         self._words.release()
@@ -168,10 +172,11 @@ class ArenaWriter:
             self._bytes.release()
             self._memory.close()
 
-    def drop_lock_after_fork(self) -> None:
-        """In a forked child: the lock is the parent's, and must not outlive it here."""
-        with contextlib.suppress(OSError):
-            os.close(self._lock_fd)
+    def drop_lock(self) -> None:
+        """Hold the file no longer. In a forked child: the lock is the parent's, and must not outlive it."""
+        lock_fd, self._lock_fd = self._lock_fd, -1
+        if lock_fd >= 0:
+            os.close(lock_fd)
 
 
 class ArenaReader:
@@ -374,7 +379,8 @@ def _checked_size(name: str, fd: int) -> int:
 
 def _drop_locks_after_fork() -> None:
     for writer in tuple(_ALL_WRITERS):
-        writer.drop_lock_after_fork()
+        writer.drop_lock()
 
 
-os.register_at_fork(after_in_child=_drop_locks_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_drop_locks_after_fork)

@@ -316,7 +316,7 @@ def test_a_killed_producers_accepted_frames_finish_and_its_arena_goes(grow: Grow
                 assert ref is not None
                 arena.view(ref)[:] = sent.tobytes()
                 frames.append(Frame("cam", ref, NBYTES, sent.shape, seq=seq, epoch=5))
-            arena.drop_lock_after_fork()  # as the kernel does at the owner's death
+            arena.drop_lock()  # as the kernel does at the owner's death
             assert headrace.arena.reclaim(plant.folder) == []
             peer.send(Frames(tuple(frames)))
             assert_means(plant.outcomes(len(pictures)), pictures)

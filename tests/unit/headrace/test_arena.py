@@ -324,7 +324,7 @@ def test_live_arenas_are_left_alone_and_orphans_go(tmp_path: Path) -> None:
     for name in ("other", "headrace-1.arena", "headrace-0123456789abcdef.arena.txt"):
         (tmp_path / name).touch()
     (tmp_path / "headrace-0123456789abcdef.arena.new").touch()  # its maker was killed
-    dead.drop_lock_after_fork()
+    dead.drop_lock()
 
     assert reclaim(tmp_path) == sorted([dead.name, "headrace-0123456789abcdef.arena.new"])
     assert (tmp_path / alive.name).exists()
@@ -342,7 +342,7 @@ def test_a_broker_holds_a_dead_producers_arena(tmp_path: Path) -> None:
     """Until it lets go, whoever reclaims."""
     writer = ArenaWriter.create(NBYTES, 1, tmp_path)
     held = ArenaReader.open(writer.name, tmp_path, is_held=True)
-    writer.drop_lock_after_fork()
+    writer.drop_lock()
 
     assert reclaim(tmp_path) == []
     assert not held.is_removed()
