@@ -65,22 +65,21 @@ def test_a_slot_that_was_freed_is_the_error_of_its_frame(writer: ArenaWriter, tm
     assert [row.index for row in result.rows] == [0, 2]
 
 
+@pytest.mark.parametrize("shape", [(24, 32, 3), (64, 96, 3)], ids=["scaled or padded", "copied as it is"])
 def test_a_slot_that_is_freed_while_it_is_staged_is_not_used(
-    writer: ArenaWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    writer: ArenaWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int]
 ) -> None:
     """The row was written, perhaps from two frames: it is worthless."""
-    frame = in_slot(writer, raw_frame(RGB))
-    slot = frame.payload
-    assert isinstance(slot, ShmRef)
+    frame = in_slot(writer, raw_frame(gradient(*shape[:2])))
+    view = ArenaReader.view
+
+    def and_free(reader: ArenaReader, ref: ShmRef) -> memoryview:
+        found = view(reader, ref)
+        writer.free(ref)
+        return found
+
+    monkeypatch.setattr(ArenaReader, "view", and_free)
     stager = Stager(BufferPool(), Limits(), ArenaMappings(tmp_path))
-    stage_row = stager._stage_row
-
-    def and_free(*arguments: object) -> object:
-        staged = stage_row(*arguments)  # type: ignore[arg-type]
-        writer.free(slot)
-        return staged
-
-    monkeypatch.setattr(stager, "_stage_row", and_free)
     result = stager.stage(batch_of(frame), image_plan())
 
     assert {index: failure.code for index, failure in result.failures.items()} == {0: Code.STALE_SLOT}
