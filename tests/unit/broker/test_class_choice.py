@@ -5,6 +5,7 @@ from __future__ import annotations
 import hr_core as hr
 import pytest
 
+from headrace.broker.class_choice import most_urgent
 from headrace.broker.settings import ClassPolicy
 from headrace.protocol.messages import SizeClassSpec
 
@@ -100,6 +101,11 @@ def test_older_class_that_the_worker_does_not_run_does_not_hold_it_up() -> None:
 
     assert [(one.peer, len(one.batch.frames)) for one in sent] == [(b"w2", 4)]
     driver.core.check_invariants()
+
+
+def test_nothing_is_served_where_nothing_is_ready() -> None:
+    """No class, no batch."""
+    assert most_urgent([], 0) is None
 
 
 class TestGivingWay:
