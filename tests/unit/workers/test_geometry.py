@@ -102,3 +102,15 @@ def test_is_scaled_tells_a_copy_from_a_resize() -> None:
     """Only a frame whose rectangle differs from its own size must be resized."""
     assert not place((10, 10), _class(32, 32, Fit.PAD), Oversize.LETTERBOX).is_scaled
     assert place((10, 10), _class(32, 32, Fit.LETTERBOX), Oversize.LETTERBOX).is_scaled
+
+
+@pytest.mark.parametrize("fit", [Fit.PAD, Fit.LETTERBOX])
+def test_a_frame_keeps_its_own_pixels_in_a_larger_class(fit: Fit) -> None:
+    """A frame that rides in a larger class's batch: its boxes come back as they would from its own class."""
+    boxes = np.array([[3.0, 5.0, 60.0, 40.0], [0.0, 0.0, 100.0, 48.0]])
+
+    for side in (112, 640):
+        placement = place((48, 100, 3), SizeClassSpec("c", side, side, 8, fit), Oversize.REJECT)
+        back = placement.boxes_to_frame(placement.boxes_to_class(boxes))
+        np.testing.assert_allclose(back, boxes)
+        assert placement.is_scaled == (fit is Fit.LETTERBOX)
