@@ -79,7 +79,7 @@ def catch(name: str, seeds: int) -> tuple[int | None, str]:
                 finding = str(error).partition("\n")[0]
                 cause = error.__cause__
         World(options).run()
-        if isinstance(cause, TypeError):
+        if isinstance(cause, TypeError | AttributeError):
             # The core has changed under the canary: it must be written anew.
             raise cause
         if isinstance(cause, AssertionError):
@@ -242,9 +242,9 @@ def ageing_switched_off(_original: Any) -> Any:
 def priority_ignored(original: Any) -> Any:
     def best(self: Any) -> Any:
         for queue in self._queues:
-            top = queue.heap.peek()
+            top = queue.index.peek()
             if top is not None:
-                return top[1]
+                return self._live[top[1]]
         return original(self)
 
     return best
