@@ -53,24 +53,46 @@ class Choice:
 
 @per_frame(frozen=True, slots=True)
 class Growing:
-    """A batch that its policy lets grow while no worker is idle."""
+    """A batch that its policy lets grow while no worker is idle: until ``until_ns`` if it stays below
+    ``limit`` frames and no worker changes, which ``version`` tells. In most turns that is so."""
 
     pool: ClassPool
     worker: Worker
-    view: ClassView
+    version: int
+    until_ns: int
+    limit: int
+
+    def still_grows(self, version: int, count: int, now_ns: int) -> bool:
+        """True when the policy would say the same again."""
+        return version == self.version and count < self.limit and now_ns < self.until_ns
 
 
-def choice_of(one: Growing, decision: CloseNow | GiveWay, now_ns: int, *, is_growing: bool) -> Choice:
+def grow(pool: ClassPool, worker: Worker, view: ClassView, until_ns: int, version: int) -> Growing:
+    """Note for how long a batch grows. A policy that looks ahead is asked anew every time."""
+    policy = pool.served.policy
+    limit = min(view.max_batch_size, policy.size_limit or view.max_batch_size)
+    return Growing(pool, worker, version, 0 if policy.is_looking_ahead else until_ns, limit)
+
+
+def choice_of(
+    pool: ClassPool,
+    worker: Worker,
+    view: ClassView,
+    decision: CloseNow | GiveWay,
+    now_ns: int,
+    *,
+    is_growing: bool,
+) -> Choice:
     """Return the batch that a policy has decided to close."""
     return Choice(
-        one.pool,
-        one.worker,
+        pool,
+        worker,
         decision.count,
-        one.pool.served.queue.urgency(now_ns),
-        one.view.oldest_ns,
+        pool.served.queue.urgency(now_ns),
+        view.oldest_ns,
         is_growing=is_growing,
         gives_way=isinstance(decision, GiveWay),
-        is_full=decision.count >= one.view.max_batch_size,
+        is_full=decision.count >= view.max_batch_size,
     )
 
 

@@ -39,7 +39,7 @@ from dataclasses import replace
 
 from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
 from headrace.broker.batching import IDLE_LEAD_NS, ClassView, GiveWay, LookAgain
-from headrace.broker.class_choice import Choice, Growing, choice_of, instead, most_urgent
+from headrace.broker.class_choice import Choice, Growing, choice_of, grow, instead, most_urgent
 from headrace.broker.costs import CostTable
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import InFlightBatch, Ledger
@@ -107,6 +107,7 @@ class Dispatcher:
         self._debt = 0.0
         self._promotion = Promotion(costs, self._max_frames, self._max_bytes)
         self.pools = WorkerPools()
+        self._growing: dict[int, Growing] = {}  # by class, as last found
         self.look_again_ns: int | None = None
 
     def run(self, now_ns: int, actions: list[Action]) -> None:
@@ -148,7 +149,7 @@ class Dispatcher:
             return None
         choices = [grown for one in found if (grown := self._grown(one, now_ns)) is not None]
         best = most_urgent(choices, now_ns)
-        if best is None:
+        if best is None:  # pragma: no cover - one of them is ready
             return None
         return self._age(best, min(choices, key=_since), now_ns)
 
@@ -192,6 +193,10 @@ class Dispatcher:
 
     def _choose(self, served: ServedClass, now_ns: int) -> Choice | Growing | None:
         """Return the batch that a class could send now, None if it has none or no worker for it."""
+        known = self._growing.get(served.index)
+        if known is not None and known.still_grows(self.pools.version, len(served.queue), now_ns):
+            self._look_again(known.until_ns, now_ns)
+            return known
         pool = self.pools.of(served)
         idle = pool.best_idle()
         opened = pool.best_open(now_ns)
@@ -208,24 +213,28 @@ class Dispatcher:
         decision = served.policy.decide(view, now_ns)
         if isinstance(decision, LookAgain):
             self._look_again(decision.at_ns, now_ns)
-            return Growing(pool, candidate, view) if idle is None else None
+            if idle is not None:
+                return None
+            growing = grow(pool, candidate, view, decision.at_ns or now_ns, self.pools.version)
+            self._growing[served.index] = growing
+            return growing
         if isinstance(decision, GiveWay):
             self._look_again(decision.at_ns, now_ns)
         is_early = idle is None and self._is_early(candidate, now_ns)
-        return choice_of(Growing(pool, candidate, view), decision, now_ns, is_growing=is_early)
+        return choice_of(pool, candidate, view, decision, now_ns, is_growing=is_early)
 
     def _grown(self, one: Choice | Growing, now_ns: int) -> Choice | None:
         """Return the batch that a class would send if its worker fell idle now. Asked for only when another
         class has a batch ready for a slot: in most turns none has."""
         if isinstance(one, Choice):
             return one
-        view = replace(one.view, has_idle_worker=True)
+        view = replace(self._view(one.pool, one.worker, None, one.worker, now_ns), has_idle_worker=True)
         decision = one.pool.served.policy.decide(view, now_ns)
         if isinstance(decision, LookAgain):
             return None
         if isinstance(decision, GiveWay):
             self._look_again(decision.at_ns, now_ns)
-        return choice_of(one, decision, now_ns, is_growing=True)
+        return choice_of(one.pool, one.worker, view, decision, now_ns, is_growing=True)
 
     def _view(
         self, pool: ClassPool, candidate: Worker, idle: Worker | None, opened: Worker | None, now_ns: int

@@ -105,6 +105,7 @@ class WorkerPools:
 
     def __init__(self) -> None:
         self._pools: dict[int, ClassPool] = {}
+        self.version = 0  # changes with every change of a worker
 
     def of(self, served: ServedClass) -> ClassPool:
         """Return the pool of a class, made now if the class is new."""
@@ -125,10 +126,12 @@ class WorkerPools:
             self.of(service.served).change(worker, is_in=False)
         self.unreserve(worker)
         worker.stamp += 1
+        self.version += 1
 
     def touch(self, worker: Worker) -> None:
         """A worker's batches or reservation changed: look at it anew."""
         worker.stamp += 1
+        self.version += 1
         if worker.state is not WorkerState.READY or worker.reserved_for is not None:
             return
         for service in worker.services.values():
@@ -139,6 +142,7 @@ class WorkerPools:
         pool.reserved = worker
         worker.reserved_for = pool.served
         worker.stamp += 1
+        self.version += 1
 
     def unreserve(self, worker: Worker) -> None:
         """End a reservation. Idempotent; touch() must follow if the worker stays."""

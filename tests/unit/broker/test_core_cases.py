@@ -125,3 +125,16 @@ def test_classes_age_as_priorities_do() -> None:
     # 85 a second of 2,000, aged after 200 ms; their quarter of the worker is six times what they need.
     assert result.by_status == {"ok": sum(result.by_status.values())}
     assert max(result.latencies[0]) <= 200 + 100
+
+
+def test_the_frames_of_a_message_are_taken_in_as_each_on_its_own() -> None:
+    """One event for all of them: admitted and refused in their order, told at the Tick."""
+    frames = (hr.frame(seq=0), hr.frame(seq=1, model="nope"), hr.frame(seq=2))
+    together, apart = hr.CoreDriver(), hr.CoreDriver()
+    for driver in (together, apart):
+        driver.join_producer()
+
+    told = together.send(events.FramesArrived(b"p1", frames))
+
+    assert told == [action for one in frames for action in apart.send(events.FrameArrived(b"p1", one))]
+    assert together.tick() == apart.tick()

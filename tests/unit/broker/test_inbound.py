@@ -142,7 +142,7 @@ def test_a_misplaced_message_is_told_what_is_taken_and_where_it_belongs(
     assert error.code == "unexpected_type"
     assert error.message == (
         "type hello has no place here, which takes discover, done, failed, goodbye, heartbeat, ready,"
-        f" worker_hello; it belongs on the frames socket of this broker, {ENDPOINTS.frames}"
+        f" telemetry, worker_hello; it belongs on the frames socket of this broker, {ENDPOINTS.frames}"
     )
 
 

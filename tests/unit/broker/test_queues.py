@@ -251,6 +251,14 @@ def test_asking_for_urgency_changes_nothing(queue: ClassQueue) -> None:
     assert [r.priority for r in queue.take(4, 1500 * MS)] == [5, 5, 5, 0]
 
 
+def test_frames_of_a_fixed_batch_count_for_the_longest_wait(queue: ClassQueue) -> None:
+    """Wherever it waits, the oldest frame is the oldest."""
+    push_all(queue, [make_record(received_ns=9)], 9)
+    queue.push_exact([make_record(received_ns=3)])
+
+    assert queue.oldest_ns() == 3
+
+
 def test_next_ageing_is_the_moment_the_oldest_young_frame_ages(queue: ClassQueue) -> None:
     """The core wakes up for it."""
     queue.push(make_record(received_ns=5), 5)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import hr_core as hr
 import pytest
 from hr_records import make_frame
 
 from headrace.broker.records import Refusal
-from headrace.broker.size_class import TENSOR_CLASS, SizeClasses, padding_waste
+from headrace.broker.size_class import MAX_KNOWN_SHAPES, TENSOR_CLASS, SizeClasses, padding_waste
 from headrace.errors import Code
 from headrace.protocol.messages import Encoding, Fit, ImageInput, ModelSpec, Oversize, SizeClassSpec
 
@@ -123,3 +126,17 @@ def test_tensor_models_have_one_class() -> None:
 def test_counts_padding(shape: tuple[int, ...], size_class: SizeClassSpec, waste: float) -> None:
     """The share of a class's area that holds no pixel of the frame."""
     assert padding_waste(shape, size_class) == pytest.approx(waste)
+
+
+def test_places_of_many_shapes_are_not_all_remembered() -> None:
+    """A peer that sends ever new shapes fills no table."""
+    driver = hr.CoreDriver()
+    served = driver.core.models.classes[0]
+    placer = driver.core.models.find("").placer  # type: ignore[union-attr]
+    for number in range(MAX_KNOWN_SHAPES + 1):
+        shape = (1 + number // 60, 1 + number % 60, 1)
+        place = placer.place(replace(hr.frame(), shape=shape))  # type: ignore[union-attr]
+        assert place == hr.SMALL
+        assert served.waste_of(shape) == pytest.approx(padding_waste(shape, hr.SMALL))
+
+    assert len(placer._known) == len(served.waste_by_shape) == 1  # type: ignore[union-attr]
