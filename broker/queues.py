@@ -166,9 +166,8 @@ class ClassQueue:
     def push_front(self, record: FrameRecord, now_ns: int) -> None:
         """Put a frame back before all others of its priority: it was taken before and its worker is gone.
 
-        Called last frame first, several frames keep their order."""
+        Called last frame first, several frames keep their order; each keeps its age, an inherited one, too."""
         record.order = (-1, next(self._front), record.number)
-        record.waits_from_ns = record.received_ns
         self._insert(record, now_ns)
 
     def push_exact(self, records: Sequence[FrameRecord]) -> None:

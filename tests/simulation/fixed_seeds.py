@@ -18,4 +18,10 @@ FIXED_SEEDS: dict[int, str] = {
     1796070767099: "a worker was refused its id for good because a message that its predecessor had sent"
     " before it was killed was read after its claim (test_only_the_number_of_the_probe_proves_life)",
     1796070766375: "the checker counted older aged frames of higher priorities as passes",
+    1796078722081: "a frame that had inherited an age lost it when its batch came back"
+    " (test_a_frame_that_comes_back_keeps_an_inherited_age)",
+    1796078723100: "the same, after a partition (test_a_frame_that_comes_back_keeps_an_inherited_age)",
+    1796078715059: "the checker took a frame that had ended overdue, and whose worker answered before its turn"
+    " to be published, for one that ended too early",
+    1796078719594: "the same in another world: answered 11 ms after it had ended",
 }

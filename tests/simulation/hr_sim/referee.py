@@ -323,8 +323,13 @@ class Referee:
             is_early = seen.deadline_ns is None or now_ns < seen.deadline_ns
             if is_early and (seen.deadline_ns is None or not self._may_end_early(seen)):
                 raise Violation(f"expired at {now_ns}, deadline {seen.deadline_ns}", seen.key)
-            held_ms = (now_ns - seen.sent_ns) // MS
-            if seen.result is not None or (seen.in_flight and held_ms < self.settings.overdue_min_ms):
+            # A frame of an overdue batch ends at its deadline, and may then wait for its turn to be published
+            # until long after the worker has answered.
+            until_ns = now_ns if seen.in_flight or seen.result is None else seen.back_ns
+            held_ms = (until_ns - seen.sent_ns) // MS
+            is_late = seen.deadline_ns is not None and until_ns >= seen.deadline_ns
+            is_overdue = is_late and held_ms >= self.settings.overdue_min_ms
+            if (seen.result is not None or seen.in_flight) and not is_overdue:
                 raise Violation(f"expired while a worker had it, for {held_ms} ms", seen.key)
         elif status is Status.SUPERSEDED:
             if not seen.is_superseded and not self._is_superseded_now(seen):

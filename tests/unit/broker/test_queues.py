@@ -226,6 +226,20 @@ def test_an_aged_urgent_backlog_does_not_hide_older_lower_frames(queue: ClassQue
     assert taken.index(low) == 3
 
 
+def test_a_frame_that_comes_back_keeps_an_inherited_age(queue: ClassQueue) -> None:
+    """`latest`, then a lost worker: the frame is as old as the place it took, not as its own arrival."""
+    old, new = make_record(), make_record(received_ns=900 * MS)
+    queue.push(old, 0)
+    queue.replace(old, new, 900 * MS)
+    queue.push(make_record("other", received_ns=950 * MS), 950 * MS)
+    assert queue.take(1, 960 * MS) == [new]
+
+    queue.push_front(new, 970 * MS)
+
+    assert queue.oldest_ns() == 0
+    assert queue.next_ageing_ns() == 1000 * MS
+
+
 def test_urgency_orders_classes_by_priority_deadline_and_age(queue: ClassQueue) -> None:
     """The key that dispatch compares across size classes."""
     other = ClassQueue(10, 1000 * MS, 0.25)
