@@ -90,7 +90,9 @@ class BrokerCore:
         traffic = Traffic(settings.limits.priority_levels)
         outcomes = self.outcomes = OutcomeLog(boot, settings, streams, producers, story)
         self.quarantine = Quarantine(settings.quarantine_ms, settings.quarantine_frames, read_slot)
-        recovery = self.recovery = Recovery(settings.max_attempts, streams, outcomes, self.quarantine, story)
+        recovery = self.recovery = Recovery(
+            settings.max_attempts, streams, outcomes, self.quarantine, ledger, story
+        )
         dispatcher = self.dispatcher = Dispatcher(
             settings, models, costs, ledger, hedges, streams, recovery, traffic, story
         )

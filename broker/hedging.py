@@ -104,7 +104,8 @@ class Hedges:
         return [batch for batch in self._overdue if self._may_hedge(batch)]
 
     def _may_hedge(self, batch: InFlightBatch) -> bool:
-        return not (batch.was_hedged or batch.is_alone or batch.is_cancelled) and bool(batch.unfinished)
+        is_barred = batch.was_hedged or batch.is_alone or batch.is_cancelled or batch.holds_poison
+        return not is_barred and bool(batch.unfinished)
 
     def can_afford(self, count: int) -> bool:
         """True when the budget holds ``count`` frames, or is full."""

@@ -44,6 +44,7 @@ class InFlightBatch:
     is_hedge: bool = False
     was_probed: bool = False
     was_hedged: bool = False
+    holds_poison: bool = False  # content that was found guilty meanwhile: no second copy of it is sent
     is_cancelled: bool = False
     twin: InFlightBatch | None = None
 

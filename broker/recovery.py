@@ -12,7 +12,7 @@ failed without killing its worker is halved until the frame at fault is alone.
 from __future__ import annotations
 
 from headrace.broker.actions import Action
-from headrace.broker.inflight import InFlightBatch
+from headrace.broker.inflight import InFlightBatch, Ledger
 from headrace.broker.model_table import ServedClass
 from headrace.broker.outcomes import OutcomeLog
 from headrace.broker.quarantine import Quarantine
@@ -32,12 +32,14 @@ class Recovery:
         streams: StreamTable,
         outcomes: OutcomeLog,
         quarantine: Quarantine,
+        ledger: Ledger,
         story: Story,
     ) -> None:
         self._max_attempts = max_attempts
         self._quarantine = quarantine
         self._streams = streams
         self._outcomes = outcomes
+        self._ledger = ledger
         self._story = story
         self.requeued_count = 0
 
@@ -74,7 +76,9 @@ class Recovery:
     def _end_copies(
         self, guilty: FrameRecord, served: ServedClass, now_ns: int, actions: list[Action]
     ) -> None:
-        """End the waiting frames that hold the same bytes: each of them would take down workers too."""
+        """End the waiting frames that hold the same bytes: each of them would take down workers too.
+
+        One that a worker has can't be had back, but a batch with it gets no second copy."""
         copies = [copy for one in served.kin for copy in self._take_copies(guilty, one)]
         for record in sorted(copies, key=lambda record: record.number):
             message = (
@@ -82,6 +86,13 @@ class Recovery:
                 " workers"
             )
             self.end_waiting(record, End(Status.ERROR, Code.POISON_FRAME, message), now_ns, actions)
+        payload = guilty.frame.payload
+        for batch in self._ledger.batches.values():
+            if batch.served in served.kin and not batch.holds_poison:
+                batch.holds_poison = any(
+                    self._quarantine.has_same_content(record.frame.payload, payload)
+                    for record in batch.unfinished
+                )
 
     def _take_copies(self, guilty: FrameRecord, served: ServedClass) -> list[FrameRecord]:
         payload = guilty.frame.payload

@@ -427,6 +427,28 @@ class TestBatchEnds:
         assert hr.batches(driver.tick()) == []
         driver.core.check_invariants()
 
+    def test_copy_of_poison_that_is_overdue_gets_no_second_worker(self) -> None:
+        """It was with another worker when its content was found guilty: hedging it would cost one more."""
+        driver = hr.CoreDriver(hr.make_settings(hedge_share=0.5))
+        for name in (b"w1", b"w2", b"w3"):
+            driver.join_worker(name, slots=1)
+        payload = bytes(1024)
+        driver.push(replace(hr.frame("cam-1", 0), payload=payload))
+        (first,) = hr.batches(driver.tick())
+        driver.send(events.PeerUnreachable(first.peer))
+        (second,) = hr.batches(driver.tick())
+        driver.push(replace(hr.frame("cam-2", 0), payload=payload))
+        (third,) = hr.batches(driver.tick())
+        driver.send(events.PeerUnreachable(second.peer))
+        driver.join_worker(b"w4", slots=1)
+
+        actions = driver.wait(600)
+        actions += driver.wait(100)
+
+        assert third.batch.frames[0].stream == "cam-2"
+        assert hr.batches(actions) == []
+        driver.core.check_invariants()
+
     def test_poison_that_expired_before_its_worker_was_missed_is_refused_too(self) -> None:
         """The second worker was dead, but not known to be when the frame's deadline came: its outcome is
         `expired`, and its content does not get a third worker."""
