@@ -166,7 +166,7 @@ class ClassQueue:
     def push_front(self, record: FrameRecord, now_ns: int) -> None:
         """Put a frame back before all others of its priority: it was taken before and its worker is gone.
 
-        Called last frame first, several frames keep their order; each keeps its age, an inherited one, too."""
+        Called last frame first, they keep their order; each keeps its age, also an inherited one."""
         record.order = (-1, next(self._front), record.number)
         self._insert(record, now_ns)
 

@@ -116,16 +116,16 @@ class Link:
     def descriptors(self) -> tuple[int, int]:
         """Return what an owner can sleep on that leaves the socket to others meanwhile. They are signalled
         once for all that came since the socket was last used: ask ``has_input`` before sleeping."""
-        return self.socket.fd, self.monitor.fd
+        return self.socket.fileno(), self.monitor.fileno()
 
     def has_input(self) -> bool:
         """Tell whether something can be received now, or the connection's end be read."""
-        return bool((self.socket.getsockopt(zmq.EVENTS) | self.monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+        return bool((_events_of(self.socket) | _events_of(self.monitor)) & zmq.POLLIN)
 
     def is_lost(self) -> bool:
         """Read the monitor; tell whether the connection has gone (or was never made)."""
         # Not monitor.poll(0), for which pyzmq makes a poller each time.
-        while not self._is_lost and self.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        while not self._is_lost and _events_of(self.monitor) & zmq.POLLIN:
             event = recv_monitor_message(self.monitor)["event"]
             self._is_lost = bool(event & _LOST_EVENTS)
         return self._is_lost
@@ -229,3 +229,7 @@ def _shared(part: Buffer) -> Buffer | zmq.Frame:
     if isinstance(part, memoryview) and isinstance(part.obj, zmq.Frame):
         return part.obj
     return part
+
+
+def _events_of(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.EVENTS))

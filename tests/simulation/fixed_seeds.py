@@ -21,7 +21,9 @@ FIXED_SEEDS: dict[int, str] = {
     1796078722081: "a frame that had inherited an age lost it when its batch came back"
     " (test_a_frame_that_comes_back_keeps_an_inherited_age)",
     1796078723100: "the same, after a partition (test_a_frame_that_comes_back_keeps_an_inherited_age)",
-    1796078715059: "the checker took a frame that had ended overdue, and whose worker answered before its turn"
-    " to be published, for one that ended too early",
+    1796078715059: "the checker took a frame that had ended overdue, and whose worker answered before"
+    " its turn to be published, for one that ended too early",
+    1796078717814: "a copy of a poison frame that a worker had was hedged when overdue"
+    " (test_copy_of_poison_that_is_overdue_gets_no_second_worker)",
     1796078719594: "the same in another world: answered 11 ms after it had ended",
 }
