@@ -69,13 +69,15 @@ class Arenas:
         """Tell whether a peer can share memory with this broker."""
         return bool(host_key) and host_key == self._host_key
 
-    def view(self, ref: ShmRef) -> memoryview | None:
-        """Return the payload of an unfinished frame, None when its slot is no longer the frame's."""
+    def copy(self, ref: ShmRef) -> bytes | None:
+        """Return the payload of an unfinished frame, None when its slot is no longer the frame's.
+
+        A copy, so that the broker never reads a mapping, which dies of a file that was cut short."""
         reader = self._open.get(ref.arena)
         if reader is None:
             return None
         try:
-            return reader.view(ref)
+            return reader.copy(ref)
         except InvalidFrameError:
             return None
 

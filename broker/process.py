@@ -61,7 +61,7 @@ class Broker:
             key = host_key(settings.shm_folder)
             arenas = Arenas(settings.shm_folder, key, core_settings.max_producers)
             stack.callback(arenas.close)
-            core = BrokerCore(core_settings, boot, arenas.view)
+            core = BrokerCore(core_settings, boot, arenas.copy)
             journal = _open_journal(settings, core)
             if journal is not None:
                 stack.enter_context(journal)

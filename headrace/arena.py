@@ -67,6 +67,10 @@ _WORD_BYTES: Final = 8
 _NAME: Final = re.compile(r"headrace-[0-9a-f]{16}\.arena")
 _ANY_NAME: Final = re.compile(r"headrace-[0-9a-f]{16}\.arena(\.new)?")
 
+#: Whatever lies under such a name: a link is not followed, and a FIFO, which any user of the host can make
+#: in that folder, does not keep its reader waiting for a writer.
+_READ_FLAGS: Final = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+
 #: Names drawn before giving up: a reclaim may remove a file in the instant between its making and its lock.
 _ATTEMPTS: Final = 8
 
@@ -207,7 +211,7 @@ class ArenaReader:
         if _NAME.fullmatch(name) is None:
             raise ArenaError(f"{name!r} is no name of an arena")
         try:
-            fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+            fd = os.open(folder / name, _READ_FLAGS)
         except OSError as error:
             raise ArenaError(f"arena {name}: {error.strerror}") from None
         try:
@@ -234,21 +238,38 @@ class ArenaReader:
     def check(self, ref: ShmRef) -> None:
         """Raise InvalidFrameError ``stale_slot`` unless the slot is this frame's. Every number of ``ref``
         comes from a peer."""
+        self._check_place(ref)
+        word = (ref.offset - BLOCK_HEADER_BYTES) // _WORD_BYTES
+        if self._words[word] != ref.generation or self._words[word + 1] != ref.nbytes or not ref.generation:
+            raise self._stale(ref)
+
+    def _check_place(self, ref: ShmRef) -> None:
         start = ref.offset - BLOCK_HEADER_BYTES
         if start < HEADER_BYTES or start % ALIGNMENT or not 0 < ref.nbytes <= self.nbytes - ref.offset:
             raise InvalidFrameError(
                 Code.STALE_SLOT, f"no slot of {ref.nbytes} bytes at {ref.offset} of {self.name}"
             )
-        word = start // _WORD_BYTES
-        if self._words[word] != ref.generation or self._words[word + 1] != ref.nbytes or not ref.generation:
-            raise InvalidFrameError(
-                Code.STALE_SLOT, f"slot {ref.offset} of {self.name} is no longer that of this frame"
-            )
+
+    def _read_header(self, ref: ShmRef) -> tuple[int, int]:
+        header = os.pread(self._fd, 2 * _WORD_BYTES, ref.offset - BLOCK_HEADER_BYTES)
+        generation, nbytes = header[:_WORD_BYTES], header[_WORD_BYTES:]
+        return int.from_bytes(generation, sys.byteorder), int.from_bytes(nbytes, sys.byteorder)
+
+    def _stale(self, ref: ShmRef) -> InvalidFrameError:
+        return InvalidFrameError(
+            Code.STALE_SLOT, f"slot {ref.offset} of {self.name} is no longer that of this frame"
+        )
 
     def copy(self, ref: ShmRef) -> bytes:
-        """Return the payload of a slot. Raises InvalidFrameError ``stale_slot`` as ``view`` does."""
-        copied = bytes(self.view(ref))
-        self.check(ref)
+        """Return the payload of a slot. Raises InvalidFrameError ``stale_slot`` as ``view`` does.
+
+        Read by way of the file: where it was cut short meanwhile, there is less to read, but no SIGBUS."""
+        self._check_place(ref)
+        before = self._read_header(ref)
+        copied = os.pread(self._fd, ref.nbytes, ref.offset)
+        is_same = before == self._read_header(ref) == (ref.generation, ref.nbytes)
+        if not is_same or not ref.generation or len(copied) != ref.nbytes:
+            raise self._stale(ref)
         return copied
 
     def reclaim(self) -> bool:
@@ -296,7 +317,7 @@ def reclaim(folder: Path = SHM_FOLDER) -> list[str]:
 def reclaim_one(folder: Path, name: str) -> bool:
     """Remove one arena if nobody holds it; tell whether it was."""
     try:
-        fd = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = os.open(folder / name, _READ_FLAGS)
     except OSError:
         return False
     try:
@@ -372,7 +393,8 @@ def _checked_size(name: str, fd: int) -> int:
     words = [
         int.from_bytes(os.pread(fd, _WORD_BYTES, index * _WORD_BYTES), sys.byteorder) for index in range(3)
     ]
-    if words[:2] != [_MAGIC, _VERSION] or words[2] != about.st_size or about.st_size < MIN_ARENA_BYTES:
+    is_whole = about.st_size >= MIN_ARENA_BYTES and about.st_size % mmap.PAGESIZE == 0
+    if words[:2] != [_MAGIC, _VERSION] or words[2] != about.st_size or not is_whole:
         raise ArenaError(f"{name} is no arena of version {_VERSION}")
     return about.st_size
 

@@ -306,13 +306,28 @@ def test_only_arenas_of_this_user_are_opened(writer: ArenaWriter, tmp_path: Path
     refused("symbolic")
     path.mkdir(mode=0o600)
     refused("not a file")
+    os.mkfifo(path, 0o600)
+    refused("not a file")
     path.write_bytes(whole)
     path.chmod(0o666)
     refused("this user alone")
-    for content in (b"", bytes(NBYTES), whole[:-4096], b"x" + whole[1:]):
+    odd = whole[:16] + (NBYTES + 1).to_bytes(8, sys.byteorder) + whole[24:] + b"x"
+    for content in (b"", bytes(NBYTES), whole[:-4096], b"x" + whole[1:], odd):
         path.write_bytes(content)
         path.chmod(0o600)
         refused("no arena of version")
+
+
+def test_a_copy_out_of_a_file_that_was_cut_short_is_stale(tmp_path: Path) -> None:
+    """Whatever is cut off, the broker, which copies, gets an error of one frame and no SIGBUS."""
+    for left_bytes in (HEADER_BYTES + 4096, HEADER_BYTES, 0):
+        writer = ArenaWriter.create(NBYTES, 7, tmp_path)
+        ref = put(writer, bytes(range(256)) * 64)
+        reader = ArenaReader.open(writer.name, tmp_path)
+        os.truncate(tmp_path / writer.name, left_bytes)
+        assert is_stale(reader, ref)
+        reader.close()
+        writer.close()
 
 
 # -- removing -------------------------------------------------------------------------------------------
@@ -336,6 +351,17 @@ def test_live_arenas_are_left_alone_and_orphans_go(tmp_path: Path) -> None:
     assert reclaim(tmp_path / "nowhere") == []
     assert not reclaim_one(tmp_path, dead.name)
     alive.close()
+
+
+def test_what_else_lies_there_stops_no_reclaim(tmp_path: Path) -> None:
+    """Anybody can make a FIFO in that folder: to wait for its writer would stop whoever starts."""
+    os.mkfifo(tmp_path / "headrace-0123456789abcde0.arena", 0o666)
+    (tmp_path / "headrace-0123456789abcde1.arena").mkdir()
+    (tmp_path / "headrace-0123456789abcde2.arena").symlink_to(tmp_path / "headrace-0123456789abcde0.arena")
+    dead = tmp_path / "headrace-0123456789abcdef.arena"
+    dead.touch(0o600)
+
+    assert reclaim(tmp_path) == [dead.name]
 
 
 def test_a_broker_holds_a_dead_producers_arena(tmp_path: Path) -> None:
