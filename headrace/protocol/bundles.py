@@ -249,7 +249,11 @@ def _read_plain_frames(table: Table, payloads: Sequence[Buffer], limits: Limits)
     if color is Color.GRAY:
         for shape in set(shapes):
             one.check_gray(Encoding.RAW, shape)
-    metas: Any = columns.get("meta") or [shared.get("meta")] * table.count
+    if "meta" in columns:
+        metas = [None if meta is None else one.read_meta(meta, limits) for meta in columns["meta"]]
+    else:
+        held = shared.get("meta")
+        metas = [None if held is None else one.read_meta(held, limits)] * table.count
     return list(
         map(
             Frame,
@@ -267,7 +271,7 @@ def _read_plain_frames(table: Table, payloads: Sequence[Buffer], limits: Limits)
             table.integers("ttl_ms", 1, one.MAX_TTL_MS, None),
             table.each("keep", _read_keep, Keep.ALL),
             table.integers("pts_ns", I64_MIN, I64_MAX, None),
-            [None if meta is None else one.read_meta(meta, limits) for meta in metas],
+            metas,
         )
     )
 
@@ -446,7 +450,7 @@ def _read_tensors(
 def _read_outputs(table: Table) -> list[Any]:
     outputs = table.columns.get("outputs")
     if outputs is None:
-        outputs = [table.shared.get("outputs")] * table.count
+        return [tree(table.shared.get("outputs"), "outputs")] * table.count
     for value in outputs:
         tree(value, "outputs")
     return outputs

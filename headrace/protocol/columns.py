@@ -15,13 +15,18 @@ from typing import Any, Final, TypeVar
 from headrace.errors import Code, RemoteProtocolError
 from headrace.protocol.fields import bad_field, missing_field
 from headrace.protocol.messages import Buffer, Limits
-from headrace.protocol.wire import part_bytes
+from headrace.protocol.wire import pack, part_bytes
 
 T = TypeVar("T")
 
 #: Payloads up to this size are joined. Measured with pyzmq 27, both sides together: a part of 1 KiB costs
 #: 4 us, joined and cut out 0.4 us; at 4 KiB the two copies cost a third of the part, at 64 KiB all of it.
 JOIN_BYTES: Final = 4_096
+
+#: Most fields of a row, and most bytes of ``shared`` beside ``max_meta_bytes``. What is shared counts once in
+#: the header's size but is read once a row: a header of 1 MiB must not stand for 256 of them.
+MAX_FIELDS: Final = 64
+MAX_SHARED_BYTES: Final = 64 * 1024
 
 
 class ColumnWriter:
@@ -71,6 +76,18 @@ class Table:
             raise bad_field("shared", "a map", shared)
         if type(columns) is not dict:
             raise bad_field("columns", "a map", columns)
+        if len(shared) + len(columns) > MAX_FIELDS:
+            raise RemoteProtocolError(
+                Code.OUT_OF_RANGE,
+                f"a table has at most {MAX_FIELDS} fields, shared and columns together,"
+                f" got {len(shared) + len(columns)}",
+            )
+        shared_bytes, most_bytes = len(pack(shared)), MAX_SHARED_BYTES + limits.max_meta_bytes
+        if shared_bytes > most_bytes:
+            raise RemoteProtocolError(
+                Code.MESSAGE_TOO_LARGE,
+                f"shared has {shared_bytes} bytes, the limit is {most_bytes}: write large values as a column",
+            )
         for name, column in columns.items():
             if type(column) is not list or len(column) != count:
                 raise bad_field(f"column {name[:32]!r}", f"an array of {count}", column)
@@ -168,6 +185,10 @@ def cut_payloads(header: dict[Any, Any], parts: Sequence[Buffer], max_count: int
         return [whole[start : start + sizes] for start in range(0, total_bytes, sizes)]
     if type(sizes) is not list or set(map(type, sizes)) != {int} or min(sizes) < 0:
         raise bad_field("sizes", "a size, or an array of sizes", sizes)
+    if len(sizes) > max_count:
+        raise RemoteProtocolError(
+            Code.PART_COUNT, f"sizes cut the part in {len(sizes)} payloads, there can be {max_count}"
+        )
     if sum(sizes) != total_bytes:
         raise _bad_sizes(sum(sizes), total_bytes)
     return [whole[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

@@ -169,6 +169,19 @@ def pair(read_first: Reader[Any], read_second: Reader[Any]) -> Reader[tuple[Any,
 _CONTAINERS: Final = frozenset((list, dict))
 
 
+def has_more_items(value: object, limit: int) -> bool:
+    """Tell whether a tree has more values than ``limit``; looks at no more than it has to."""
+    pending: list[Any] = [value] if type(value) in _CONTAINERS else []
+    seen = 0
+    for container in pending:  # grows while it is read
+        seen += len(container)
+        if seen > limit:
+            return True
+        items = container.values() if type(container) is dict else container
+        pending.extend([item for item in items if type(item) in _CONTAINERS])
+    return False
+
+
 def tree(value: object, name: str) -> Value:
     """Read any msgpack value. Depth was bounded by the walk over the whole header; what is left to
     refuse is a map with bytes for a key, which msgpack allows and JSON, say, does not."""
@@ -205,7 +218,9 @@ def stream_id(value: object, name: str) -> str:
     """Read a stream id: 1 to 128 bytes of UTF-8 without NUL, which ends a topic."""
     if type(value) is not str:
         raise RemoteProtocolError(Code.BAD_STREAM, f"{name} must be text, got {shown(value)}")
-    size_bytes = len(value) if value.isascii() else len(value.encode("utf-8"))
+    # One of more characters than a stream id has bytes is too long however it is written.
+    is_counted = value.isascii() or len(value) > MAX_STREAM_BYTES
+    size_bytes = len(value) if is_counted else len(value.encode("utf-8"))
     if not 1 <= size_bytes <= MAX_STREAM_BYTES:
         raise RemoteProtocolError(
             Code.BAD_STREAM, f"{name} must have 1 to {MAX_STREAM_BYTES} bytes of UTF-8, it has {size_bytes}"

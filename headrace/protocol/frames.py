@@ -19,6 +19,7 @@ from headrace.protocol.fields import (
     I64_MIN,
     MAX_NAME_CHARACTERS,
     bad_field,
+    has_more_items,
     integer,
     missing_field,
     out_of_range,
@@ -424,6 +425,11 @@ def check_gray(encoding: Encoding, shape: tuple[int, ...]) -> None:
 
 
 def read_meta(value: object, limits: Limits) -> dict[str, Value]:
+    if has_more_items(value, limits.max_meta_bytes):  # each has a byte; a table repeats this for every row
+        raise RemoteProtocolError(
+            Code.META_TOO_LARGE,
+            f"meta has more values than its limit of {limits.max_meta_bytes} bytes (max_meta_bytes)",
+        )
     meta = tree_map(value, "meta")
     size_bytes = len(pack(meta))
     if size_bytes > limits.max_meta_bytes:

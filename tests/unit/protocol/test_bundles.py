@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 
 import hr_wire
@@ -307,6 +308,10 @@ BROKEN = {
     "no pub_seq": (broken("outcomes alike", columns__pub_seq=...), "bad_field"),
     "stage of another kind": (broken("outcomes alike", columns__published_us=["1", 2]), "bad_field"),
     "payloads left": (broken("outcomes alike", shared__tensors=...), "part_count"),
+    "too many fields": (broken("frame table", shared={str(key): 0 for key in range(60)}), "out_of_range"),
+    "much shared": (broken("frame table", shared__x=[0] * 70_000), "message_too_large"),
+    "much shared by results": (broken("done alike", shared__outputs=[0] * 70_000), "message_too_large"),
+    "sizes without end": (broken("frame table", sizes=[16, *[0] * 500_000]), "part_count"),
     "results without status": (broken("done alike", shared__status=...), "bad_field"),
 }  # fmt: skip
 
@@ -317,6 +322,32 @@ def test_a_table_that_does_not_add_up_is_refused_whole(name):
     parts, code = BROKEN[name]
 
     assert read(parts) == code
+
+
+@pytest.mark.parametrize(
+    "shared",
+    [
+        {"meta": {"a": [0] * 60_000}},
+        {"meta": {"a": [[[0] * 250] * 240]}},
+        {"meta": {"a": "x" * 60_000}},
+        {"stream": "é" * 30_000},
+        {"shape": [1] * 60_000},
+        {"inputs": [{}] * 60_000},
+        {"keep": {"a": [0] * 60_000}},
+        {f"unknown {key}": key for key in range(40)},
+    ],
+    ids=["meta", "nested meta", "meta text", "stream", "shape", "inputs", "keep", "unknown"],
+)
+@pytest.mark.parametrize("encoding", ["raw", "jpeg"])
+def test_what_a_table_shares_is_not_paid_for_by_every_row(shared, encoding):
+    """A small message that stands for a large one would hold up everybody's frames: one such took 14 s."""
+    row = {"stream": "a", "shape": [1], "encoding": encoding}
+    header = {"v": 1, "type": "frame", "count": 256, "shared": row | shared, "columns": {}, "sizes": 1}
+    parts = parts_of(header, [bytes(256)])
+    started = time.thread_time()
+    codec.decode(parts, LIMITS)
+
+    assert time.thread_time() - started < 0.1
 
 
 def test_a_frame_without_a_slot_is_rejected():
