@@ -233,6 +233,12 @@ def expiry_not_woken_for(_original: Any) -> Any:
     return lambda _self: None
 
 
+@_plant(Hedges, "overdue")
+def ended_before_overdue(_original: Any) -> Any:
+    # Every batch counts as overdue from the start: its frames end at their deadline, whoever has them.
+    return lambda self, _now_ns: list(self._ledger.batches.values())
+
+
 @_plant(ClassQueue, "_age")
 def ageing_switched_off(_original: Any) -> Any:
     return lambda _self, _now_ns: None
