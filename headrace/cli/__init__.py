@@ -15,7 +15,20 @@ from collections.abc import Sequence
 import click
 
 from headrace import __version__, logs
-from headrace.cli import bench, broker, demo, plan_classes, push, record, simulate, status, up, watch, worker
+from headrace.cli import (
+    bench,
+    broker,
+    demo,
+    doctor,
+    plan_classes,
+    push,
+    record,
+    simulate,
+    status,
+    up,
+    watch,
+    worker,
+)
 from headrace.cli.common import put, say
 from headrace.errors import HeadraceError, UnreachableError
 from headrace.exit_codes import ExitCode, exit_code_of
@@ -56,6 +69,7 @@ for _command in (
     watch.command,
     status.command,
     demo.command,
+    doctor.command,
     bench.command,
     simulate.command,
     plan_classes.command,

@@ -1,0 +1,128 @@
+"""The doctor says what is amiss in words, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from headrace import doctor
+from headrace.cli.doctor import command
+from headrace.doctor import Finding, Gpu, Host, Verdict, examine
+
+GPU = Gpu("H200", "13.0", 91900, 100 * 2**30, 139 * 2**30)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A fit machine without a GPU."""
+    _write(tmp_path, "proc/sys/net/core/rmem_max", "4194304")
+    _write(tmp_path, "proc/sys/net/core/wmem_max", "4194304")
+    _write(tmp_path, "sys/devices/system/clocksource/clocksource0/current_clocksource", "tsc\n")
+    versions = {"onnxruntime": "1.31.1"}
+    return Host(tmp_path, Path("/dev/shm"), versions.get, None, "no CUDA device", 8, 65536, 2**30)
+
+
+def _write(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def _of(host: Host, check: str) -> Finding:
+    return next(each for each in examine(host) if each.check == check)
+
+
+def test_a_fit_machine_has_nothing_to_mend(host: Host) -> None:
+    """Without a GPU there are notes, no warnings."""
+    findings = examine(host)
+
+    assert {each.verdict for each in findings} == {Verdict.OK, Verdict.NOTE}
+    assert not [each.remedy for each in findings if each.remedy]
+
+
+@pytest.mark.parametrize(
+    "versions", [{}, {"onnxruntime": "1", "onnxruntime-gpu": "1"}], ids=["neither", "both"]
+)
+def test_not_exactly_one_runtime_stops_workers(host: Host, versions: dict[str, str]) -> None:
+    """Both packages write to one folder; without any nothing runs."""
+    found = _of(dataclasses.replace(host, installed=versions.get), "onnxruntime")
+
+    assert found.verdict is Verdict.STOPS
+    assert "pip install 'headrace[" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "words"),
+    [
+        ({"shm_free_bytes": 64 * 2**20}, "shared memory", "--shm-size"),
+        ({"open_files": 1024}, "open files", "ulimit -n 4096"),
+        ({"cpus": 1}, "threads", "allow 2 CPUs"),
+        ({"gpu": dataclasses.replace(GPU, cudnn=0)}, "cudnn", "onnxruntime-gpu[cuda,cudnn]"),
+        ({"gpu": dataclasses.replace(GPU, free_bytes=2**30)}, "gpu memory", "gpu_memory_mb"),
+    ],
+)
+def test_what_is_short_is_a_warning_with_a_remedy(
+    host: Host, change: dict[str, object], check: str, words: str
+) -> None:
+    """Each shortage names the command or key that mends it."""
+    found = _of(dataclasses.replace(host, **change), check)  # type: ignore[arg-type]
+
+    assert found.verdict is Verdict.WARNING
+    assert words in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("version", "verdict"), [("580.65.06", Verdict.OK), ("535.104", Verdict.WARNING), ("?", Verdict.WARNING)]
+)
+def test_the_driver_must_know_cuda_13(host: Host, version: str, verdict: Verdict) -> None:
+    """A driver without a device that torch can use is worth a warning as well."""
+    _write(host.root, "proc/driver/nvidia/version", f"NVRM version: Kernel Module  {version}  Tue\n")
+
+    assert _of(host, "driver").verdict is verdict
+    assert _of(host, "cuda").verdict is Verdict.WARNING
+
+
+def test_a_gpu_is_named_with_what_is_free(host: Host) -> None:
+    """The versions are as people write them."""
+    host = dataclasses.replace(host, gpu=GPU, no_gpu="")
+
+    assert _of(host, "cuda").text == "H200 with CUDA 13.0"
+    assert _of(host, "cudnn").text == "cuDNN 9.19.0"
+    assert _of(host, "gpu memory").text.startswith("102400 of 142336 MiB")
+
+
+def test_a_slow_clock_and_small_buffers_are_told(host: Host) -> None:
+    """Small buffers are a note: TCP tunes itself by another limit."""
+    _write(host.root, "sys/devices/system/clocksource/clocksource0/current_clocksource", "hpet")
+    _write(host.root, "proc/sys/net/core/rmem_max", "212992")
+
+    assert _of(host, "clock").verdict is Verdict.WARNING
+    assert _of(host, "socket buffers").verdict is Verdict.NOTE
+    assert "net.core.rmem_max=2500000" in _of(host, "socket buffers").remedy
+
+
+def test_what_cannot_be_read_is_a_note(host: Host, tmp_path: Path) -> None:
+    """A machine that is not Linux has no /proc, /sys or /dev/shm."""
+    bare = dataclasses.replace(host, root=tmp_path / "none", shm=None)
+
+    for check in ("shared memory", "socket buffers", "clock", "driver"):
+        assert _of(bare, check).verdict is Verdict.NOTE
+
+
+@pytest.mark.parametrize(("versions", "code"), [({"onnxruntime": "1"}, 0), ({}, 1)])
+def test_the_command_ends_with_1_when_something_stops_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], code: int
+) -> None:
+    """Scripts read the exit code and the JSON; people read lines."""
+    monkeypatch.setattr(doctor, "this_host", lambda: dataclasses.replace(host, installed=versions.get))
+    runner = CliRunner()
+
+    as_json = runner.invoke(command, ["--json"], standalone_mode=False)
+    as_text = runner.invoke(command, [], standalone_mode=False)
+
+    assert as_json.return_value == as_text.return_value == code
+    assert json.loads(as_json.stdout)["ok"] is (code == 0)
+    assert "onnxruntime:" in as_text.stdout
