@@ -9,6 +9,7 @@ for it is told how many it has lost.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from itertools import islice
 
 from headrace.protocol.messages import BadFrame, Frame, Value
@@ -16,8 +17,13 @@ from headrace.protocol.messages import BadFrame, Frame, Value
 #: Frames kept, about 15 MB. At 20,000 frames a second a reader has 1.6 s to come back.
 MAX_FRAMES = 32_768
 
-#: Entries in one answer: with ids of 128 bytes a third of the 1 MiB that a header may have.
+#: Entries in one answer, and bytes, of the 1 MiB that a header may have: what a frame says its model is was
+#: not looked up yet and can be long.
 MAX_FRAMES_PER_PAGE = 2_048
+MAX_BYTES_PER_PAGE = 768 * 1024
+
+#: Most bytes of an entry without its stream and model: eight axes and five numbers of nine, three words.
+_ENTRY_BYTES = 160
 
 #: A recording ends when it was not asked for this long.
 KEEP_NS = 5_000_000_000
@@ -67,7 +73,7 @@ class Recording:
         before = self._count - len(self._ring)  # number of the entry before the oldest kept
         asked = self._count if after is None else min(after, self._count)
         start = max(asked, before)
-        page = list(islice(self._ring, start - before, start - before + max_frames))
+        page = _head(islice(self._ring, start - before, start - before + max_frames))
         following = start + len(page)
         frames: list[Value] = [list(entry) for entry in page]
         return {
@@ -80,3 +86,15 @@ class Recording:
     def _end(self) -> None:
         self.is_on = False
         self._ring.clear()
+
+
+def _head(entries: Iterable[tuple[Value, ...]]) -> list[tuple[Value, ...]]:
+    """Return the first entries, as many as an answer has room for."""
+    page: list[tuple[Value, ...]] = []
+    left_bytes = MAX_BYTES_PER_PAGE
+    for entry in entries:
+        left_bytes -= _ENTRY_BYTES + len(f"{entry[1]}{entry[4]}".encode())
+        if left_bytes < 0:
+            break
+        page.append(entry)
+    return page

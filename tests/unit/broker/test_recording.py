@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgpack
 import pytest
 from hr_records import make_frame
 
@@ -55,6 +56,22 @@ def test_pages_follow_each_other() -> None:
     assert (stream_names(first), first["next"], first["more"]) == (["a", "b"], 2, True)
     assert (stream_names(second), second["next"], second["more"]) == (["c"], 3, False)
     assert one.read(99, 2, 2)["next"] == 3
+
+
+def test_long_names_make_a_page_shorter_and_not_unreadable() -> None:
+    """A header may have 1 MiB: whatever peers call their models, the recording goes on."""
+    one = started()
+    for _ in range(3_000):
+        one.note(make_frame(stream="\U0001f600" * 32, model="\U0001f600" * 256, shape=(2**40,) * 8), 1)
+    found, after = 0, 0
+    while found < 3_000:
+        page = one.read(after, recording.MAX_FRAMES_PER_PAGE, 2)
+        assert len(msgpack.packb(page)) < 1_000_000
+        assert page["next"] > after
+        assert page["more"] == (page["next"] < 3_000)
+        found, after = found + len(page["frames"]), page["next"]
+
+    assert found == 3_000
 
 
 def test_a_reader_that_is_too_slow_is_told_its_losses(monkeypatch: pytest.MonkeyPatch) -> None:
