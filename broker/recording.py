@@ -93,7 +93,7 @@ def _head(entries: Iterable[tuple[Value, ...]]) -> list[tuple[Value, ...]]:
     page: list[tuple[Value, ...]] = []
     left_bytes = MAX_BYTES_PER_PAGE
     for entry in entries:
-        left_bytes -= _ENTRY_BYTES + len(f"{entry[1]}{entry[4]}".encode())
+        left_bytes -= _ENTRY_BYTES + len(f"{entry[1]!s}{entry[4]!s}".encode())
         if left_bytes < 0:
             break
         page.append(entry)
