@@ -182,7 +182,9 @@ class AdaptivePolicy:
 
     Additive increase, multiplicative decrease (AIMD), judged every JUDGED_FRAMES frames. Late: the wait is
     halved; if there is none, the workers are not saturated and two runs of the largest batch exceed the
-    objective, the size shrinks. Late and saturated: smaller batches would make it worse, so the size doubles.
+    objective, the size shrinks, unless smaller batches were seen to take as long. Late and saturated: smaller
+    batches would make it worse, so the size doubles. Saturated is a class whose batches find no idle worker,
+    or are mostly as large as the size allows: a worker of one slot is idle whenever it can be sent to.
     In time: the size grows by one, and the wait by one step up to its cap, or to nothing when workers idle.
 
     Invariants: 1 <= size <= the class's limit; 0 <= wait <= the cap (``max_queue_delay_ms``; 0 = never wait).
@@ -198,8 +200,9 @@ class AdaptivePolicy:
         self._max_size = max_batch_size
         self._size = max_batch_size
         self.window_ns = 0
-        self._frames_count = self._late_count = self._batches_count = self._idle_count = 0
+        self._frames_count = self._late_count = self._batches_count = self._idle_count = self._full_count = 0
         self._largest = self._largest_ran_ns = 0
+        self._smallest, self._smallest_ran_ns = max_batch_size, 0
 
     @property
     def size_limit(self) -> int | None:
@@ -227,16 +230,21 @@ class AdaptivePolicy:
         self._late_count += sum(latency_ns > objective_ns for latency_ns in latencies_ns)
         self._batches_count += 1
         self._idle_count += found_idle
+        self._full_count += len(latencies_ns) >= self._size
         if len(latencies_ns) >= self._largest:
             self._largest = len(latencies_ns)
             self._largest_ran_ns = ran_ns
+        if len(latencies_ns) <= self._smallest:
+            self._smallest = len(latencies_ns)
+            self._smallest_ran_ns = ran_ns
         if self._frames_count >= JUDGED_FRAMES:
             self._judge()
             self._begin()
 
     def _begin(self) -> None:
-        self._frames_count = self._late_count = self._batches_count = self._idle_count = 0
+        self._frames_count = self._late_count = self._batches_count = self._idle_count = self._full_count = 0
         self._largest = self._largest_ran_ns = 0
+        self._smallest, self._smallest_ran_ns = self._max_size, 0
 
     def _judge(self) -> None:
         idle_share = self._idle_count / self._batches_count
@@ -246,13 +254,15 @@ class AdaptivePolicy:
             self.window_ns = (
                 0 if idle_share >= IDLE_SHARE else min(self.window_ns + step_ns, self._max_wait_ns)
             )
-        elif idle_share <= SATURATED_SHARE:
+        elif idle_share <= SATURATED_SHARE or 2 * self._full_count > self._batches_count:
             self._size = min(self._size * 2, self._max_size)
             self.window_ns = self._less_wait_ns()
         elif self.window_ns:
             self.window_ns = self._less_wait_ns()
         elif 2 * self._largest_ran_ns > self._objective_ns:
-            self._size = max(int(min(self._size, self._largest) * SIZE_DECREASE), 1)
+            size = max(int(min(self._size, self._largest) * SIZE_DECREASE), 1)
+            if self._smallest > size or 2 * self._smallest_ran_ns <= self._objective_ns:
+                self._size = size
 
     def _less_wait_ns(self) -> int:
         half_ns = self.window_ns // 2

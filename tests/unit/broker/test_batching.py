@@ -143,7 +143,7 @@ class TestAdaptive:
 
     @pytest.mark.parametrize(
         ("late", "idle_share", "ran_ms", "size"),
-        [(3, 0.2, 30, 6), (2, 0.2, 30, 8), (3, 0.2, 20, 8), (3, 0.0, 30, 8)],
+        [(3, 0.2, 30, 5), (2, 0.2, 30, 8), (3, 0.2, 20, 8), (3, 0.0, 30, 8)],
         ids=["late", "just in time", "late, but not by the batch", "late and saturated"],
     )
     def test_size_shrinks_only_where_that_helps(
@@ -152,7 +152,7 @@ class TestAdaptive:
         """More than 1 % late, workers with time to spare, and two runs longer than the objective."""
         policy = AdaptivePolicy(0, 50 * MS, 8)
 
-        self.show(policy, late=late, idle_share=idle_share, ran_ms=ran_ms)
+        self.show(policy, late=late, idle_share=idle_share, batch=7, ran_ms=ran_ms)
 
         assert policy.size_limit == size
         assert policy.decide(view(20), 0) == CloseNow(size)
@@ -162,21 +162,45 @@ class TestAdaptive:
         policy = AdaptivePolicy(0, 50 * MS, 8)
         sizes = []
 
-        self.show(policy, late=200, idle_share=0.2)
-        for late, idle_share in ((200, 0.2), (200, 0.2), (0, 0.2), (200, 0.0), (200, 0.0)):
-            self.show(policy, late=late, idle_share=idle_share, batch=policy.size_limit or 0)
+        for late, idle_share, batch in (
+            (200, 0.2, 7),
+            (200, 0.2, 4),
+            (0, 0.2, 3),
+            (200, 0.0, 3),
+            (200, 0.0, 8),
+        ):
+            self.show(policy, late=late, idle_share=idle_share, batch=batch)
             sizes.append(policy.size_limit)
 
-        assert sizes == [4, 3, 4, 8, 8]
+        assert sizes == [5, 3, 4, 8, 8]
+
+    def test_size_grows_when_batches_are_full_though_a_worker_of_one_slot_is_always_idle(self) -> None:
+        """Small batches that are late for want of throughput must not stay small: that would never end."""
+        policy = AdaptivePolicy(0, 50 * MS, 8)
+        self.show(policy, late=200, idle_share=1.0, batch=4)
+        assert policy.size_limit == 3
+
+        self.show(policy, late=200, idle_share=1.0, batch=3)
+        self.show(policy, late=200, idle_share=1.0, batch=6)
+
+        assert policy.size_limit == 8
+
+    def test_size_stays_where_smaller_batches_take_as_long(self) -> None:
+        """A fixed cost beyond the objective: smaller batches would only cost throughput."""
+        policy = AdaptivePolicy(0, 50 * MS, 8)
+
+        for batch in (2, 6) * JUDGED_FRAMES:
+            policy.observe([70 * MS] * batch, 60 * MS, found_idle=True)
+
+        assert policy.size_limit == 8
 
     def test_size_never_falls_below_one(self) -> None:
         """A model that can't make its objective is still run."""
-        policy = AdaptivePolicy(0, 50 * MS, 8)
+        policy = AdaptivePolicy(0, 50 * MS, 2)
 
         for _ in range(20):
             self.show(policy, late=200, idle_share=0.2, batch=1, ran_ms=100)
-
-        assert policy.size_limit == 1
+            assert policy.size_limit in {1, 2}
 
     def test_wait_is_learned_up_to_its_cap(self) -> None:
         """In steps while all is in time and the workers are busy; halved when late; none when they idle."""
