@@ -347,7 +347,8 @@ def test_what_a_table_shares_is_not_paid_for_by_every_row(shared, encoding):
     started = time.thread_time()
     codec.decode(parts, LIMITS)
 
-    assert time.thread_time() - started < 0.1
+    # The fault took 14 s; the limit leaves room for a slow machine that counts covered lines.
+    assert time.thread_time() - started < 2.0
 
 
 def test_a_frame_without_a_slot_is_rejected():
