@@ -223,6 +223,18 @@ class TestAdaptive:
 
         assert policy.window_ns == 0
 
+    def test_wait_is_halved_before_the_size_shrinks(self) -> None:
+        """Late with time to spare: frames that waited less come earlier at no cost."""
+        policy = AdaptivePolicy(8 * MS, 50 * MS, 8)
+        for _ in range(4):
+            self.show(policy, late=0, idle_share=0.2, batch=4)
+        assert policy.window_ns == 4 * MS
+
+        self.show(policy, late=200, idle_share=0.2, batch=4)
+
+        assert policy.window_ns == 2 * MS
+        assert policy.size_limit == 8
+
     def test_frame_waits_for_an_idle_worker_no_longer_than_learned(self) -> None:
         """And not at all while there is nothing learned."""
         policy = AdaptivePolicy(8 * MS, 50 * MS, 8)

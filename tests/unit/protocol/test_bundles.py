@@ -316,6 +316,15 @@ BROKEN = {
 }  # fmt: skip
 
 
+def test_remarks_that_all_rows_share_are_read():
+    """Flags are rare: such a table is read row by row."""
+    done = codec.decode(broken("done alike", shared__flags=["image_truncated"]), LIMITS)
+    outcomes = codec.decode(broken("outcomes alike", shared__flags=["image_truncated"]), LIMITS)
+
+    assert {one.flags for one in done.results} == {("image_truncated",)}
+    assert {one.flags for one in outcomes.outcomes} == {("image_truncated",)}
+
+
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_table_that_does_not_add_up_is_refused_whole(name):
     """Which row a value or a payload belongs to is not guessed."""
