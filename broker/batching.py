@@ -182,8 +182,8 @@ class AdaptivePolicy:
 
     Additive increase, multiplicative decrease (AIMD), judged every JUDGED_FRAMES frames. Late: the wait is
     halved; if there is none, the workers are not saturated and two runs of the largest batch exceed the
-    objective, the size shrinks, unless smaller batches were seen to take as long. Late and saturated: smaller
-    batches would make it worse, so the size doubles. Saturated is a class whose batches find no idle worker,
+    objective, the size shrinks, unless a smaller batch took as long when one was last seen. Late and saturated:
+    smaller batches would make it worse, so the size doubles. Saturated is a class whose batches find no idle worker,
     or are mostly as large as the size allows: a worker of one slot is idle whenever it can be sent to.
     In time: the size grows by one, and the wait by one step up to its cap, or to nothing when workers idle.
 
@@ -202,7 +202,8 @@ class AdaptivePolicy:
         self.window_ns = 0
         self._frames_count = self._late_count = self._batches_count = self._idle_count = self._full_count = 0
         self._largest = self._largest_ran_ns = 0
-        self._smallest, self._smallest_ran_ns = max_batch_size, 0
+        # What a batch of each size took when it was last seen: at most max_batch_size entries.
+        self._ran_ns: dict[int, int] = {}
 
     @property
     def size_limit(self) -> int | None:
@@ -234,9 +235,7 @@ class AdaptivePolicy:
         if len(latencies_ns) >= self._largest:
             self._largest = len(latencies_ns)
             self._largest_ran_ns = ran_ns
-        if len(latencies_ns) <= self._smallest:
-            self._smallest = len(latencies_ns)
-            self._smallest_ran_ns = ran_ns
+        self._ran_ns[len(latencies_ns)] = ran_ns
         if self._frames_count >= JUDGED_FRAMES:
             self._judge()
             self._begin()
@@ -244,7 +243,6 @@ class AdaptivePolicy:
     def _begin(self) -> None:
         self._frames_count = self._late_count = self._batches_count = self._idle_count = self._full_count = 0
         self._largest = self._largest_ran_ns = 0
-        self._smallest, self._smallest_ran_ns = self._max_size, 0
 
     def _judge(self) -> None:
         idle_share = self._idle_count / self._batches_count
@@ -261,7 +259,9 @@ class AdaptivePolicy:
             self.window_ns = self._less_wait_ns()
         elif 2 * self._largest_ran_ns > self._objective_ns:
             size = max(int(min(self._size, self._largest) * SIZE_DECREASE), 1)
-            if self._smallest > size or 2 * self._smallest_ran_ns <= self._objective_ns:
+            # A device whose batches cost the same at any size gains nothing, and would be saturated.
+            seen = max((count for count in self._ran_ns if count <= size), default=None)
+            if seen is None or 2 * self._ran_ns[seen] <= self._objective_ns:
                 self._size = size
 
     def _less_wait_ns(self) -> int:

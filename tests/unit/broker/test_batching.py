@@ -194,6 +194,19 @@ class TestAdaptive:
 
         assert policy.size_limit == 8
 
+    def test_smaller_batches_seen_long_ago_are_remembered(self) -> None:
+        """One frame at the start cost as much as eight: half of the load must not end in backlog and expiry."""
+        policy = AdaptivePolicy(0, 50 * MS, 8)
+        policy.observe([60 * MS], 60 * MS, found_idle=True)
+
+        for _ in range(5):
+            self.show(policy, late=200, idle_share=0.5, batch=4, ran_ms=60)
+            assert policy.size_limit == 8
+
+        policy.observe([10 * MS], 10 * MS, found_idle=True)
+        self.show(policy, late=200, idle_share=0.5, batch=4, ran_ms=60)
+        assert policy.size_limit == 3
+
     def test_size_never_falls_below_one(self) -> None:
         """A model that can't make its objective is still run."""
         policy = AdaptivePolicy(0, 50 * MS, 2)
