@@ -11,10 +11,13 @@ credit. Indexes with lazy deletion give O(log n) push, cancel and take, O(1) for
 order in which they leave; a cancelled entry is skipped when it comes up, and an index that is mostly
 cancelled entries is swept.
 
-Ageing. A frame that has waited ``ageing_ns`` is aged. Each time a frame of a higher priority is taken while a
-lower one waits aged, ``debt`` grows by share / (1 - share); at 1 or more the oldest of those aged frames is
-taken instead and 1 is paid. Hence the bound: while its class is served at r frames a second, a frame waits
-at most ``ageing_ns`` plus ceil((frames aged before it + 1) / share) / r, whatever higher priorities bring.
+Ageing. A frame that has waited ``ageing_ns`` is aged. Each time a frame is taken while aged ones of lower
+priorities wait, a debt of share / (1 - share) is entered under its priority. A debt is owed to the oldest aged
+frame below the priority that it stands under: the oldest of those that were passed. A frame to which 1 or more
+is owed is taken next, and 1 is paid; if it leaves otherwise, its debt passes to the next oldest, and ends when
+there is none. So no frame is paid for what an older one put up with. Hence the bound: while its class is
+served at r frames a second, a frame waits at most ``ageing_ns`` plus ceil((frames aged before it + 1) / share)
+/ r, whatever higher priorities bring.
 """
 
 from __future__ import annotations
@@ -32,6 +35,9 @@ _NO_DEADLINE_NS = 1 << 63
 
 #: An index is swept when it holds more than this many entries and over half are dead.
 _SWEEP_ABOVE = 64
+
+#: A debt is due from here on: three thirds, added up, are not always 1.
+_DEBT_DUE = 1.0 - 1e-9
 
 _Key = tuple[int, int, int]
 _Entry = tuple[_Key, int]
@@ -131,7 +137,7 @@ class ClassQueue:
         self._priorities = 0  # bit p is set when frames of priority p are in the indexes
         self._ageing_ns = ageing_ns
         self._debt_step = ageing_share / (1.0 - ageing_share)
-        self._debt = 0.0
+        self._debts: dict[int, float] = {}  # by the priority of the frames that passed aged ones
         self._exact: deque[list[FrameRecord]] = deque()
         # Side indexes: by time of arrival (young, then aged) and by deadline.
         self._young = _Index(self._live)
@@ -235,7 +241,9 @@ class ClassQueue:
         self._age(now_ns)
         taken: list[FrameRecord] = []
         while len(taken) < limit and self._live:
-            record = self._next()
+            record, creditors = self._next()
+            if creditors or self._debts:
+                self._enter_debt(record, creditors)
             queue = self._queues[record.priority]
             tag = record.order[1]
             if tag > queue.virtual:
@@ -259,16 +267,46 @@ class ClassQueue:
             expired.append(record)
         return expired
 
-    def _next(self) -> FrameRecord:
+    def _next(self) -> tuple[FrameRecord, dict[int, int]]:
+        """Return the frame that is to be taken, and to whom what is owed: see _creditors."""
         best = self._best()
-        aged = self._oldest_aged_below(best.priority) if self._aged_tickets else None
-        if aged is None:
-            return best
-        if self._debt >= 1.0:
-            self._debt -= 1.0
-            return aged
-        self._debt += self._debt_step
-        return best
+        if not self._aged_tickets or not (best.priority or self._debts):
+            return best, {}
+        creditors = self._creditors(best.priority)
+        owed: dict[int, float] = {}
+        for priority, ticket in creditors.items():
+            owed[ticket] = owed.get(ticket, 0.0) + self._debts.get(priority, 0.0)
+        due = [ticket for ticket, debt in owed.items() if debt >= _DEBT_DUE]
+        return self._live[due[-1]] if due else best, creditors
+
+    def _creditors(self, passing: int) -> dict[int, int]:
+        """Return, by each priority under which a debt stands and the one that is ``passing``, the ticket of the
+        frame that it is owed to. Priorities ascend, and so does the age of the frames."""
+        found: dict[int, int] = {}
+        oldest: _Entry | None = None
+        for priority, index in enumerate(self._aged):
+            if oldest is not None and (priority == passing or priority in self._debts):
+                found[priority] = oldest[1]
+            if self._priorities >> priority & 1:
+                top = index.peek()
+                if top is not None and (oldest is None or top < oldest):
+                    oldest = top
+        return found
+
+    def _enter_debt(self, taken: FrameRecord, creditors: dict[int, int]) -> None:
+        """Pay the frame that is about to be taken what it is owed, up to 1; or, if it is owed less, enter what
+        is owed for it to those that it passes. Debts that nobody is left for end."""
+        debts = self._debts = {one: debt for one, debt in self._debts.items() if one in creditors}
+        own = [one for one, ticket in creditors.items() if ticket == taken.ticket and one in debts]
+        if own and sum([debts[one] for one in own]) >= _DEBT_DUE:
+            # From the lowest priority first: what stands under higher ones may be owed to more frames.
+            left = 1.0
+            for one in own:
+                paid = min(left, debts[one])
+                left -= paid
+                debts[one] -= paid
+        elif taken.priority in creditors:
+            debts[taken.priority] = debts.get(taken.priority, 0.0) + self._debt_step
 
     def _best(self) -> FrameRecord:
         """Return the first frame of the highest priority. Requires one in the indexes."""
@@ -276,10 +314,6 @@ class ClassQueue:
         if top is None:
             raise LookupError("nothing waits in the indexes")
         return self._live[top[1]]
-
-    def _oldest_aged_below(self, priority: int) -> FrameRecord | None:
-        tops = [top for index in self._aged[:priority] if (top := index.peek()) is not None]
-        return self._live[min(tops)[1]] if tops else None
 
     # -- questions ----------------------------------------------------------------------------------
 
@@ -339,9 +373,7 @@ class ClassQueue:
             first = self._exact[0][0]
             return (-len(self._queues), _deadline(first), first.received_ns)
         self._age(now_ns)
-        debt = self._debt
-        record = self._next()
-        self._debt = debt
+        record, _ = self._next()
         # An aged frame that is due competes with other classes at the priority that it displaces in its own.
         return (-self._best().priority, _deadline(record), record.waits_from_ns)
 
