@@ -12,12 +12,12 @@ order in which they leave; a cancelled entry is skipped when it comes up, and an
 cancelled entries is swept.
 
 Ageing. A frame that has waited ``ageing_ns`` is aged. Each time a frame is taken while aged ones of lower
-priorities wait, a debt of share / (1 - share) is entered under its priority. A debt is owed to the oldest aged
-frame below the priority that it stands under: the oldest of those that were passed. A frame to which 1 or more
-is owed is taken next, and 1 is paid; if it leaves otherwise, its debt passes to the next oldest, and ends when
-there is none. So no frame is paid for what an older one put up with. Hence the bound: while its class is
-served at r frames a second, a frame waits at most ``ageing_ns`` plus ceil((frames aged before it + 1) / share)
-/ r, whatever higher priorities bring.
+priorities wait, a debt of share / (1 - share) is entered under its priority. A debt is owed to the oldest
+aged frame below the priority that it stands under: the oldest of those that were passed. A frame to which 1
+or more is owed is taken next, and 1 is paid; if it leaves otherwise, its debt passes to the next oldest, and
+ends when there is none. So no frame is paid for what an older one put up with. Hence the bound: while its
+class is served at r frames a second, a frame waits at most ``ageing_ns`` plus ceil((frames aged before it +
+1) / share) / r, whatever higher priorities bring.
 """
 
 from __future__ import annotations
@@ -280,8 +280,8 @@ class ClassQueue:
         return self._live[due[-1]] if due else best, creditors
 
     def _creditors(self, passing: int) -> dict[int, int]:
-        """Return, by each priority under which a debt stands and the one that is ``passing``, the ticket of the
-        frame that it is owed to. Priorities ascend, and so does the age of the frames."""
+        """Return, by each priority under which a debt stands and the one that is ``passing``, the ticket of
+        the frame that it is owed to. Priorities ascend, and so does the age of the frames."""
         found: dict[int, int] = {}
         oldest: _Entry | None = None
         for priority, index in enumerate(self._aged):
@@ -294,8 +294,8 @@ class ClassQueue:
         return found
 
     def _enter_debt(self, taken: FrameRecord, creditors: dict[int, int]) -> None:
-        """Pay the frame that is about to be taken what it is owed, up to 1; or, if it is owed less, enter what
-        is owed for it to those that it passes. Debts that nobody is left for end."""
+        """Pay the frame that is about to be taken what it is owed, up to 1; or, if it is owed less, enter
+        what is owed for it to those that it passes. Debts that nobody is left for end."""
         debts = self._debts = {one: debt for one, debt in self._debts.items() if one in creditors}
         own = [one for one, ticket in creditors.items() if ticket == taken.ticket and one in debts]
         if own and sum([debts[one] for one in own]) >= _DEBT_DUE:

@@ -62,7 +62,7 @@ def test_a_frame_is_not_paid_for_what_it_was_never_passed_by(queue: ClassQueue) 
 
 
 def test_the_debt_of_a_frame_that_leaves_passes_to_the_next_oldest(queue: ClassQueue) -> None:
-    """Both were passed; the one to which it was owed expired, and the other one's wait is as long as promised."""
+    """Both were passed; the one to which it was owed expired: the other waits no longer for that."""
     middle, low = pushed(queue, 5, 0, deadline_ns=LATE_NS + 1), pushed(queue, 0, 50)
     fresh = [pushed(queue, 9, LATE_NS) for _ in range(5)]
     queue.take(2, LATE_NS)
@@ -101,8 +101,8 @@ def test_what_is_paid_comes_out_of_debts_of_low_priorities_first(queue: ClassQue
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.3, 0.5, 0.8])
 @pytest.mark.parametrize("seed", range(4))
 def test_no_aged_frame_waits_longer_than_the_bound(share: float, seed: int) -> None:
-    """While an aged frame waits, at most ceil((older aged ones + 1) / share) frames that are older or of higher
-    priorities leave, it included: among four priorities, at any mixture."""
+    """While an aged frame waits, at most ceil((older aged ones + 1) / share) frames that are older or of
+    higher priorities leave, it included: among four priorities, at any mixture."""
     rng = random.Random(seed)
     queue = ClassQueue(4, AGEING_NS, share)
     waiting: dict[int, FrameRecord] = {}
