@@ -14,7 +14,7 @@ import contextlib
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from types import TracebackType
@@ -267,8 +267,9 @@ class _Replies:
     def has_room(self) -> bool:
         return True
 
-    def put(self, item: Outcome | Missed) -> None:
-        self._take(item)
+    def put(self, items: Sequence[Outcome | Missed]) -> None:
+        for item in items:
+            self._take(item)
 
 
 def _outcome_of(reject: Reject, epoch: int) -> Outcome:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from headrace.clients.records import Missed
-from headrace.clients.stream_state import outcome_bytes
 from headrace.clients.subscriber_events import Mode
 from headrace.errors import ClosedError, RequestTimeoutError
 from headrace.protocol.messages import Outcome
+from headrace.protocol.wire import part_bytes
 
 
 class ReaderQueue:
@@ -61,23 +61,28 @@ class ReaderQueue:
             )
             return not self._was_full
 
-    def put(self, item: Outcome | Missed) -> None:
-        """Add an item. Readers that wait are woken by ``wake_readers``, once for all items of a turn: waking
+    def put(self, items: Sequence[Outcome | Missed]) -> None:
+        """Add items. Readers that wait are woken by ``wake_readers``, once for all items of a turn: waking
         a thread costs more than all the rest that is done for an outcome."""
-        nbytes = outcome_bytes([item]) if isinstance(item, Outcome) and item.payloads else 0
-        entry = (item, nbytes, time.monotonic())
+        now_s = time.monotonic()
+        entries = [(item, _bytes_of(item), now_s) for item in items]
         with self._lock:
             if self._is_latest:
-                # The stream keeps its place: streams take turns however unequal their rates are.
-                replaced = self._latest.get(item.stream)
-                if replaced is not None:
-                    self.skipped_count += 1
-                    self._bytes -= replaced[1]
-                self._latest[item.stream] = entry
+                for entry in entries:
+                    self._replace(entry)
             else:
-                self._items.append(entry)
-            self._bytes += nbytes
+                self._items += entries
+            self._bytes += sum([nbytes for _, nbytes, _ in entries])
             self._has_news = True
+
+    def _replace(self, entry: tuple[Outcome | Missed, int, float]) -> None:
+        # The stream keeps its place: streams take turns however unequal their rates are.
+        stream = entry[0].stream
+        replaced = self._latest.get(stream)
+        if replaced is not None:
+            self.skipped_count += 1
+            self._bytes -= replaced[1]
+        self._latest[stream] = entry
 
     def wake_readers(self) -> None:
         """Tell readers about what was put since the last call."""
@@ -136,3 +141,11 @@ class ReaderQueue:
 
     def _is_answerable(self) -> bool:
         return bool(self._items or self._latest) or self._closed_by is not None
+
+
+def _bytes_of(item: Outcome | Missed) -> int:
+    """Return the payload bytes of an item (its header is small beside them)."""
+    if type(item) is not Outcome:
+        return 0
+    payloads = item.payloads
+    return part_bytes(payloads[0]) if len(payloads) == 1 else sum(map(part_bytes, payloads))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Protocol, assert_never
 
 import zmq
@@ -34,7 +34,7 @@ class Sink(Protocol):
 
     def has_room(self) -> bool: ...
 
-    def put(self, item: Outcome | Missed) -> None: ...
+    def put(self, items: Sequence[Outcome | Missed]) -> None: ...
 
 
 class SubscriberLoop:
@@ -150,22 +150,31 @@ class SubscriberLoop:
                 self._handle(se.Disconnected(f"the connection to {link.endpoint} was lost"))
 
     def _handle(self, event: se.Event) -> None:
+        items: list[Outcome | Missed] = []
         for action in self._session.handle(event, time.monotonic_ns()):
-            match action:
-                case se.Deliver(item):
-                    self._sink.put(item)
-                case se.Ask(request):
-                    if self._links is not None and not self._links[1].send(codec.encode(request)):
-                        _log.warning("control of the broker at %s takes no more requests", self._address)
-                case se.Subscribe(topic):
-                    self._subscribe(topic)
-                case se.Disconnect(reason):
-                    _log.info("leaving the broker at %s: %s", self._address, reason)
-                    self._close_links()
-                case se.Connect():
-                    self._connect()
-                case _:
-                    assert_never(action)
+            if type(action) is se.Deliver:
+                items.append(action.item)
+            else:
+                self._carry_out(action)
+        if items:
+            self._sink.put(items)
+
+    def _carry_out(self, action: se.Action) -> None:
+        match action:
+            case se.Deliver(item):
+                self._sink.put([item])
+            case se.Ask(request):
+                if self._links is not None and not self._links[1].send(codec.encode(request)):
+                    _log.warning("control of the broker at %s takes no more requests", self._address)
+            case se.Subscribe(topic):
+                self._subscribe(topic)
+            case se.Disconnect(reason):
+                _log.info("leaving the broker at %s: %s", self._address, reason)
+                self._close_links()
+            case se.Connect():
+                self._connect()
+            case _:
+                assert_never(action)
 
     def _connect(self) -> None:
         results: Link | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from headrace.clients.records import Missed
 from headrace.protocol.messages import Outcome, Status
@@ -105,9 +105,13 @@ class Ledger:
         """See Sink: a line costs little, whoever waits would measure the wait."""
         return True
 
-    def put(self, item: Outcome | Missed) -> None:
-        """Close the line of an outcome."""
+    def put(self, items: Sequence[Outcome | Missed]) -> None:
+        """Close the lines of outcomes."""
         now_s = self._clock()
+        for item in items:
+            self._close(item, now_s)
+
+    def _close(self, item: Outcome | Missed, now_s: float) -> None:
         if isinstance(item, Missed):
             self.missed_count += item.count or 0
             self.is_missed_unknown = self.is_missed_unknown or item.count is None

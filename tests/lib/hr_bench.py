@@ -58,7 +58,7 @@ class Played:
         """Let an outcome come so long after the begin; the broker says it took 2 ms."""
         self.now_s = self.step.began_s + at_s
         timing = Timing(published_us=2_000)
-        self.ledger.put(outcome(stream, seq, status, code, message=f"because of {code}", timing=timing))
+        self.ledger.put([outcome(stream, seq, status, code, message=f"because of {code}", timing=timing)])
         if status is Status.REJECTED:
             self.step.rejected[code] += 1
         else:

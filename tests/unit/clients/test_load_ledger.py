@@ -49,8 +49,8 @@ def test_outcomes_of_frames_never_sent_are_counted() -> None:
     played = Played()
     played.send(0, 0.0)
 
-    played.ledger.put(outcome(0, 1))
-    played.ledger.put(outcome(1, 0))
+    played.ledger.put([outcome(0, 1)])
+    played.ledger.put([outcome(1, 0)])
 
     assert played.ledger.stranger_count == 2
     assert played.ledger.status == [None]
@@ -60,9 +60,9 @@ def test_missed_ranges_are_counted() -> None:
     """With an unknown end it is known that something is missed, not how much."""
     ledger = Ledger(NAMES)
 
-    ledger.put(Missed(NAMES[0], 1, 3, 5, MissedReason.LEFT_RING))
+    ledger.put([Missed(NAMES[0], 1, 3, 5, MissedReason.LEFT_RING)])
     assert (ledger.missed_count, ledger.is_missed_unknown) == (3, False)
-    ledger.put(Missed(NAMES[0], 1, 3, None, MissedReason.NEW_BOOT))
+    ledger.put([Missed(NAMES[0], 1, 3, None, MissedReason.NEW_BOOT)])
     assert (ledger.missed_count, ledger.is_missed_unknown) == (3, True)
 
 

@@ -22,9 +22,9 @@ def test_items_come_in_order_and_the_count_is_bounded() -> None:
     rooms: list[int] = []
     queue = ReaderQueue(Mode.EVERY, max_count=2, max_bytes=10**6, on_room=lambda: rooms.append(1))
     missed = Missed("cam", 1, 1, 2, MissedReason.LEFT_RING)
-    queue.put(outcome(0))
+    queue.put([outcome(0)])
     assert queue.has_room()
-    queue.put(missed)
+    queue.put([missed])
 
     assert not queue.has_room()
     assert queue.get(0) == outcome(0)
@@ -40,7 +40,7 @@ def test_bytes_are_bounded_too() -> None:
     """One large outcome fills the queue."""
     rooms: list[int] = []
     queue = ReaderQueue(Mode.EVERY, max_count=100, max_bytes=1_000, on_room=lambda: rooms.append(1))
-    queue.put(outcome(0, nbytes=1_000))
+    queue.put([outcome(0, nbytes=1_000)])
 
     assert not queue.has_room()
     queue.get(0)
@@ -51,10 +51,10 @@ def test_bytes_are_bounded_too() -> None:
 def test_latest_keeps_one_item_per_stream_and_takes_turns() -> None:
     """ZMQ-18: a busy stream neither pushes out a quiet one nor goes before it."""
     queue = ReaderQueue(Mode.LATEST, max_count=1, max_bytes=1)
-    queue.put(outcome(0, "busy", nbytes=5))
-    queue.put(outcome(0, "quiet"))
+    queue.put([outcome(0, "busy", nbytes=5)])
+    queue.put([outcome(0, "quiet")])
     for number in range(1, 50):
-        queue.put(outcome(number, "busy", nbytes=5))
+        queue.put([outcome(number, "busy", nbytes=5)])
 
     assert queue.has_room()
     assert [queue.get(0), queue.get(0)] == [outcome(49, "busy", nbytes=5), outcome(0, "quiet")]
@@ -87,7 +87,7 @@ def test_closing_wakes_every_reader() -> None:
 def test_what_was_queued_is_read_out_after_a_failure() -> None:
     """Closing without dropping lets a reader have what came before."""
     queue = ReaderQueue(Mode.EVERY, max_count=9, max_bytes=9)
-    queue.put(outcome(0))
+    queue.put([outcome(0)])
 
     queue.close("failed", is_dropped=False)
 
@@ -99,7 +99,7 @@ def test_what_was_queued_is_read_out_after_a_failure() -> None:
 def test_age_is_how_long_an_item_had_waited() -> None:
     """Measured in this process, so no clocks are compared."""
     queue = ReaderQueue(Mode.EVERY, max_count=9, max_bytes=9)
-    queue.put(outcome(0))
+    queue.put([outcome(0)])
     threading.Event().wait(0.02)
 
     queue.get(0)
@@ -116,7 +116,7 @@ def test_readers_are_told_once_about_all_that_was_put() -> None:
     for reader in readers:
         reader.start()
     for number in range(3):
-        queue.put(outcome(number))
+        queue.put([outcome(number)])
 
     queue.wake_readers()
     queue.wake_readers()
