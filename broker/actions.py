@@ -9,7 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from headrace.protocol.messages import Batch, Credit, ModelSpec, Outcome, Reject, Value
+from headrace.protocol.messages import (
+    Batch,
+    Compare,
+    Credit,
+    Load,
+    ModelSpec,
+    Outcome,
+    Reject,
+    Unload,
+    Value,
+)
 from headrace.protocol.per_frame import per_frame
 
 
@@ -74,6 +84,14 @@ class SetUpWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class SendToWorker:
+    """Tell a worker to load or unload a version of a model, or to compare two in the batch that follows."""
+
+    peer: bytes
+    message: Load | Unload | Compare
+
+
+@dataclass(frozen=True, slots=True)
 class RefusePeer:
     """Tell the peer that it is not dealt with (id in use, unknown peer, bad READY ...)."""
 
@@ -111,6 +129,7 @@ Action: TypeAlias = (
     | SendReject
     | WelcomeProducer
     | SetUpWorker
+    | SendToWorker
     | RefusePeer
     | SendHeartbeat
     | Report

@@ -85,7 +85,7 @@ class BatchEnds:
         ran_ns = min(done.ran_us * 1000, served.turnaround_ns)
         worker.ran_ns += ran_ns
         _learn_way(worker, done, served.turnaround_ns)
-        self._dispatcher.learn(worker, served, count, ran_ns)
+        self._dispatcher.learn(batch, count, ran_ns)
         self._dispatcher.settle(batch, now_ns)
         if served.policy.is_learning:
             latencies_ns = [now_ns - record.received_ns for record in batch.records]
@@ -101,6 +101,7 @@ class BatchEnds:
                 done.staged_us,
                 done.ran_us,
                 result,
+                batch.version,
             )
             self._outcomes.finish(record, end, now_ns, actions)
         self._life.forget_if_done(worker, now_ns, actions)
@@ -111,7 +112,7 @@ class BatchEnds:
         worker, count = batch.worker, len(batch.records)
         if self._hedges.give_up(batch, now_ns, actions):
             message = f"batch {batch.batch}: expected {count} results, got {results_count}"
-            end = End(Status.ERROR, Code.RESULT_COUNT, message, worker.id, count)
+            end = End(Status.ERROR, Code.RESULT_COUNT, message, worker.id, count, version=batch.version)
             for record in batch.records:
                 self._outcomes.finish(record, end, now_ns, actions)
         actions.append(Report("wrong result count", {"worker": worker.id, "batch": batch.batch}))
@@ -146,7 +147,7 @@ class BatchEnds:
             self._recovery.put_back(batch, now_ns, actions)
         elif count == 1:
             message = f"the batch of this frame alone failed: {failed.message}"
-            end = End(Status.ERROR, Code.BATCH_FAILED, message, batch.worker.id, 1)
+            end = End(Status.ERROR, Code.BATCH_FAILED, message, batch.worker.id, 1, version=batch.version)
             self._outcomes.finish(records[0], end, now_ns, actions)
         else:
             self._recovery.halve(batch, failed.code, now_ns, actions)
@@ -161,7 +162,7 @@ class BatchEnds:
                     continue
                 batch.served.expired_count += 1
                 message = f"its time to live is over and batch {batch.batch} at {batch.worker.id} is overdue"
-                end = End(Status.EXPIRED, Code.DEADLINE, message, batch.worker.id)
+                end = End(Status.EXPIRED, Code.DEADLINE, message, batch.worker.id, version=batch.version)
                 self._outcomes.finish(record, end, now_ns, actions)
 
 

@@ -38,6 +38,7 @@ from headrace.broker.producer_registry import ProducerRegistry, ProducerSession
 from headrace.broker.quarantine import Quarantine, ReadSlot, no_slots
 from headrace.broker.records import End, FrameRecord, FrameState
 from headrace.broker.recovery import Recovery
+from headrace.broker.reloads import Reloads
 from headrace.broker.restored import RestoredStream
 from headrace.broker.room import Room
 from headrace.broker.settings import CoreSettings
@@ -104,6 +105,7 @@ class BrokerCore:
         self.life = WorkerLife(
             settings.max_workers, models, workers, beats, costs, hedges, dispatcher, recovery
         )
+        self.reloads = Reloads(models, workers, ledger, self.life, costs)
         self.batch_ends = BatchEnds(workers, self.life, dispatcher, hedges, recovery, outcomes, ledger)
 
     def restore(self, streams: Sequence[RestoredStream], now_ns: int) -> None:
@@ -161,6 +163,17 @@ class BrokerCore:
                 self.batch_ends.done(peer, done, now_ns, actions)
             case events.BatchFailed(peer, failed):
                 self.batch_ends.failed(peer, failed, now_ns, actions)
+            case (
+                events.ReloadAsked()
+                | events.ModelFilesRead()
+                | events.ModelFilesUnreadable()
+                | events.RollbackAsked()
+                | events.CommitAsked()
+                | events.ModelLoaded()
+                | events.ModelNotLoaded()
+                | events.BatchCompared()
+            ):
+                self.reloads.handle(event, now_ns, actions)
             case events.DrainRequested():
                 self._on_drain_requested(actions)
             case events.GraceEnded():
@@ -190,6 +203,7 @@ class BrokerCore:
             actions.append(Report("stream stale", {"stream": stale.name, "quiet_ms": quiet_ms}))
         while (stream := self.streams.pop_idle(now_ns)) is not None:
             self.admission.forget(stream)
+        self.reloads.run(now_ns, actions)
         self.dispatcher.run(now_ns, actions)
         self._next_tick_ns = self._find_next_tick()
 
@@ -213,6 +227,7 @@ class BrokerCore:
             self.streams.next_idle_ns(),
             self.staleness.next_ns(),
             self.hedges.next_ns(),
+            self.reloads.next_ns(),
             self.dispatcher.look_again_ns,
         ]
         for served in self.models.classes:
@@ -395,6 +410,7 @@ class BrokerCore:
         self.producers.check_invariants(self.settings.credits_per_producer)
         self.workers.check_invariants()
         self.ledger.check_invariants()
+        self.reloads.check_invariants()
         places: dict[int, int] = {}
         for served in self.models.classes:
             served.queue.check_invariants()

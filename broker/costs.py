@@ -84,6 +84,12 @@ class CostTable:
         sizes, cells = self._buckets.get(worker, {}).get((model, version, size_class), ((), []))
         return [(size, cell.mean_ns / 1e6) for size, cell in zip(sizes, cells, strict=True)]
 
+    def forget_version(self, worker: str, model: str, version: str) -> None:
+        """Drop what is known about a worker with one version of a model. Idempotent."""
+        known = self._buckets.get(worker, {})
+        for key in [key for key in known if key[:2] == (model, version)]:
+            del known[key]
+
     def forget(self, worker: str) -> None:
         """Drop everything known about a worker. Idempotent."""
         self._buckets.pop(worker, None)

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat
+from headrace.broker.actions import Action, Report, SendBatch, SendHeartbeat, SendToWorker
 from headrace.broker.batching import IDLE_LEAD_NS, ClassView, GiveWay, LookAgain
 from headrace.broker.class_choice import Choice, Growing, choice_of, grow, instead, most_urgent
 from headrace.broker.costs import CostTable
@@ -54,7 +54,7 @@ from headrace.broker.traffic import Traffic
 from headrace.broker.worker_pool import ClassPool, WorkerPools
 from headrace.broker.worker_registry import Worker
 from headrace.errors import Code
-from headrace.protocol.messages import Batch, Status, Value
+from headrace.protocol.messages import Compare, Status, Value
 
 #: Waiting for a faster worker must save a quarter of the idle one's time, so that the noise of equal workers'
 #: predictions leaves none of them idle.
@@ -265,7 +265,7 @@ class Dispatcher:
             view,
             due_ns=queue.next_expiry_ns(),
             run_ns=self._costs.predict_ns(
-                candidate.id, served.model, served.version, served.spec.name, count
+                candidate.id, served.model, served.live_version, served.spec.name, count
             ),
             frames_per_ns=served.arrivals.frames_per_ns(queue.pushed_count, now_ns),
             rivals_ns=sum(rivals_ns) if rivals_ns else None,
@@ -334,14 +334,14 @@ class Dispatcher:
         where = f"{batch.batch} at {worker.id}"
         for record in records:
             self._mark_sent(record, served, now_ns, where)
-        self._append(batch, actions)
+        self._append(batch, now_ns, actions)
 
     def _open(
         self, worker: Worker, served: ServedClass, records: list[FrameRecord], now_ns: int, *, is_alone: bool
     ) -> InFlightBatch:
         count = len(records)
         predicted_ns = self._costs.predict_ns(
-            worker.id, served.model, served.version, served.spec.name, count
+            worker.id, served.model, served.live_version, served.spec.name, count
         )
         batch = self._ledger.open(worker, served, records, now_ns, predicted_ns, is_alone=is_alone)
         worker.batches_count += 1
@@ -358,16 +358,12 @@ class Dispatcher:
         self.pools.touch(worker)
         return batch
 
-    def _append(self, batch: InFlightBatch, actions: list[Action]) -> None:
-        served = batch.served
-        # `meta` is the producer's own and no worker reads it: 4 KiB a frame would make a full batch's header
-        # larger than the worker takes.
-        frames = tuple(
-            frame if frame.meta is None else replace(frame, meta=None)
-            for frame in (record.frame for record in batch.records)
-        )
-        message = Batch(batch.batch, served.model, served.version, served.spec.name, frames)
-        actions.append(SendBatch(batch.worker.peer, message))
+    def _append(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
+        worker, reload = batch.worker, batch.served.sampled_by
+        is_plain = not batch.is_alone and not batch.is_hedge
+        if reload is not None and is_plain and reload.takes_sample(worker, now_ns):
+            actions.append(SendToWorker(worker.peer, Compare(batch.batch, reload.new_version)))
+        actions.append(SendBatch(worker.peer, batch.message()))
 
     def _hedge(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
         """Send an overdue batch once more, if somebody has room for it and the budget allows it."""
@@ -393,7 +389,7 @@ class Dispatcher:
             record.attempt += 1
             record.batched_ns = now_ns
             self._story.note(now_ns, record, "hedged", where)
-        self._append(hedge, actions)
+        self._append(hedge, now_ns, actions)
         values: dict[str, Value] = {
             "batch": batch.batch,
             "hedge": hedge.batch,
@@ -412,7 +408,7 @@ class Dispatcher:
         while is_checked:
             start_ns = max(worker.busy_until_ns, now_ns)
             done_ns = start_ns + self._costs.predict_ns(
-                worker.id, served.model, served.version, served.spec.name, len(records)
+                worker.id, served.model, served.live_version, served.spec.name, len(records)
             )
             late = [r for r in records if r.deadline_ns is not None and r.deadline_ns < done_ns]
             if not late or (len(late) == len(records) and not served.queue):
@@ -478,13 +474,14 @@ class Dispatcher:
         worker.overdue_ns = min((batch.due_ns for batch in worker.in_flight.values()), default=now_ns)
         self.pools.touch(worker)
 
-    def learn(self, worker: Worker, served: ServedClass, count: int, ran_ns: int) -> None:
+    def learn(self, batch: InFlightBatch, count: int, ran_ns: int) -> None:
         """Take a measured run into the predictions."""
-        self._costs.observe(worker.id, served.model, served.version, served.spec.name, count, ran_ns)
+        worker, served = batch.worker, batch.served
+        self._costs.observe(worker.id, served.model, batch.version, served.spec.name, count, ran_ns)
         service = worker.services.get(served.index)
         if service is not None:
             service.cost_ns = self._costs.predict_ns(
-                worker.id, served.model, served.version, served.spec.name, service.max_batch_size
+                worker.id, served.model, served.live_version, served.spec.name, service.max_batch_size
             )
 
 

@@ -9,7 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from headrace.protocol.messages import BadFrame, Done, Failed, Frame, Hello, Ready, WorkerHello
+from headrace.broker.reload_state import ReloadOrder
+from headrace.protocol.messages import (
+    BadFrame,
+    Compared,
+    Done,
+    Failed,
+    Frame,
+    Hello,
+    Loaded,
+    ModelFile,
+    NotLoaded,
+    Ready,
+    WorkerHello,
+)
 from headrace.protocol.per_frame import per_frame
 
 
@@ -128,6 +141,67 @@ class BatchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ReloadAsked:
+    """Somebody wants another file in the place of a model's. The shell reads it meanwhile."""
+
+    order: ReloadOrder
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFilesRead:
+    """The files of reload ``number`` are open and hashed: workers can fetch them."""
+
+    number: int
+    files: tuple[ModelFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFilesUnreadable:
+    """The files of reload ``number`` can't be read."""
+
+    number: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackAsked:
+    """Somebody wants the version before the last reload back, or gives up the one under way."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitAsked:
+    """Somebody will not want the earlier version back."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoaded:
+    """A worker has loaded and tested a version beside those that it serves."""
+
+    peer: bytes
+    loaded: Loaded
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNotLoaded:
+    """A worker can't run a version."""
+
+    peer: bytes
+    answer: NotLoaded
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCompared:
+    """A worker has run a batch on two versions."""
+
+    peer: bytes
+    compared: Compared
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """Admit nothing more; finish what was admitted."""
 
@@ -156,6 +230,14 @@ Event: TypeAlias = (
     | WorkerLeft
     | BatchDone
     | BatchFailed
+    | ReloadAsked
+    | ModelFilesRead
+    | ModelFilesUnreadable
+    | RollbackAsked
+    | CommitAsked
+    | ModelLoaded
+    | ModelNotLoaded
+    | BatchCompared
     | DrainRequested
     | GraceEnded
     | Tick

@@ -56,7 +56,7 @@ class Forecast:
                 count = other.queue.count_ahead(priority, deadline_ns)
                 wait += count / other_rate if other_rate else 0.0
         size = min(len(served.queue) + 1, limit)
-        own_ns = self._costs.predict_ns(worker.id, served.model, served.version, served.spec.name, size)
+        own_ns = self._costs.predict_ns(worker.id, served.model, served.live_version, served.spec.name, size)
         return start_ns + int(wait) + own_ns
 
     def retry_ms(self, served: ServedClass, now_ns: int) -> int:

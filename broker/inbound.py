@@ -21,6 +21,7 @@ from headrace.broker.sockets import Role, Socket, receive, receive_routed
 from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
+    Compared,
     Discover,
     Done,
     Endpoints,
@@ -30,7 +31,9 @@ from headrace.protocol.messages import (
     Heartbeat,
     Hello,
     Limits,
+    Loaded,
     Message,
+    NotLoaded,
     Ready,
     Request,
     Telemetry,
@@ -53,6 +56,9 @@ _HOME: dict[type, Role] = {
     Ready: Role.WORKERS,
     Done: Role.WORKERS,
     Failed: Role.WORKERS,
+    Loaded: Role.WORKERS,
+    NotLoaded: Role.WORKERS,
+    Compared: Role.WORKERS,
     Request: Role.CONTROL,
 }
 
@@ -186,6 +192,12 @@ class Inbound:
             case Telemetry():
                 self._counters.figures.note(message, now_ns)
                 self._tell(events.PeerHeard(peer, is_worker=True), now_ns)
+            case Loaded():
+                self._tell(events.ModelLoaded(peer, message), now_ns)
+            case NotLoaded():
+                self._tell(events.ModelNotLoaded(peer, message), now_ns)
+            case Compared():
+                self._tell(events.BatchCompared(peer, message), now_ns)
             case WorkerHello():
                 self._tell(events.WorkerArrived(peer, message), now_ns)
             case Goodbye():

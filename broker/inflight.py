@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from headrace.broker.records import FrameRecord, FrameState
+from headrace.protocol.messages import Batch
 
 if TYPE_CHECKING:
     from headrace.broker.model_table import ServedClass
@@ -34,6 +35,7 @@ class InFlightBatch:
     batch: int
     worker: Worker
     served: ServedClass
+    version: str  # of the model, when it was dispatched
     records: list[FrameRecord]
     sent_ns: int
     predicted_ns: int
@@ -52,6 +54,18 @@ class InFlightBatch:
     def unfinished(self) -> list[FrameRecord]:
         """Return the frames that still wait for this batch."""
         return [record for record in self.records if record.state is FrameState.IN_FLIGHT]
+
+    def message(self) -> Batch:
+        """Return it as it goes to its worker.
+
+        ``meta`` is the producer's own and no worker reads it: 4 KiB a frame would make a full batch's header
+        larger than the worker takes."""
+        served = self.served
+        frames = tuple(
+            frame if frame.meta is None else replace(frame, meta=None)
+            for frame in (record.frame for record in self.records)
+        )
+        return Batch(self.batch, served.model, self.version, served.spec.name, frames)
 
 
 class Ledger:
@@ -76,7 +90,15 @@ class Ledger:
         self._last_id += 1
         found_idle = not worker.in_flight
         batch = InFlightBatch(
-            self._last_id, worker, served, records, now_ns, predicted_ns, is_alone, found_idle
+            self._last_id,
+            worker,
+            served,
+            served.live_version,
+            records,
+            now_ns,
+            predicted_ns,
+            is_alone,
+            found_idle,
         )
         self.batches[batch.batch] = batch
         worker.in_flight[batch.batch] = batch

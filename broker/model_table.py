@@ -4,6 +4,9 @@ Not here: where frames wait inside a class (queues.py), which worker runs them (
 
 A model whose size classes the configuration leaves open gets them from the first READY that describes it;
 they then hold for every worker.
+
+A reload (reloads.py) puts another file in the place of a model's: queues, policies and the model's own name
+and version stay; what changes is ``live_version``, the version that batches are sent with from then on.
 """
 
 from __future__ import annotations
@@ -15,16 +18,21 @@ from headrace.broker.batching import BatchPolicy, make_policy
 from headrace.broker.inflight import SuspectLine
 from headrace.broker.queues import ClassQueue
 from headrace.broker.records import FrameRecord
+from headrace.broker.reload_state import Reload
 from headrace.broker.settings import ClassPolicy, CoreSettings, ModelSettings
 from headrace.broker.size_class import MAX_KNOWN_SHAPES, SizeClasses, padding_waste
 from headrace.broker.traffic import ArrivalRate
 from headrace.protocol.messages import Fit, ModelProfile, ModelSpec, SizeClassSpec
 
+#: Versions of reloads that are remembered by name, of all models together.
+MAX_RELOADED_VERSIONS = 64
+
 
 @dataclass(slots=True, eq=False)
 class ServedClass:
     """One (model, size class). ``index`` is its place among all classes. Frames wait in ``queue``, or in
-    ``suspects`` when they were with a worker that was lost."""
+    ``suspects`` when they were with a worker that was lost. ``version`` is the configuration's, batches are
+    sent with ``live_version``; ``sampled_by`` is the reload that compares some of them."""
 
     index: int
     model: str
@@ -34,6 +42,8 @@ class ServedClass:
     policy: BatchPolicy
     max_queue_size: int
     objective_ns: int
+    live_version: str
+    sampled_by: Reload | None = None
     may_ride: bool = False  # in a batch of a larger class of the model (promotion.py)
     smaller: list[ServedClass] = field(default_factory=list, repr=False)  # ride in its batches
     kin: list[ServedClass] = field(default_factory=list, repr=False)  # where a frame of it may be
@@ -74,17 +84,31 @@ class ServedClass:
 
 @dataclass(slots=True, eq=False)
 class ServedModel:
-    """One model. ``placer`` is None as long as nobody has described its size classes."""
+    """One model. ``placer`` is None as long as nobody has described its size classes.
+
+    ``spec`` is the configuration's, ``live`` what runs: the same until a reload puts another in its place.
+    ``kept`` is loaded beside it for a rollback, ``retired`` until its last batch is done. ``reload`` is the
+    last one that was asked for."""
 
     spec: ModelSpec
     policies: dict[str, ClassPolicy]
+    live: ModelSpec
     placer: SizeClasses | None = None
     classes: dict[str, ServedClass] = field(default_factory=dict)
+    kept: ModelSpec | None = None
+    retired: list[ModelSpec] = field(default_factory=list)
+    reload: Reload | None = None
 
     @property
     def key(self) -> str:
         """Return "name:version"."""
         return f"{self.spec.name}:{self.spec.version}"
+
+    def go_live(self, spec: ModelSpec) -> None:
+        """From here on batches of all size classes are sent with this version."""
+        self.live = spec
+        for served in self.classes.values():
+            served.live_version = spec.version
 
 
 class ModelTable:
@@ -92,6 +116,7 @@ class ModelTable:
 
     def __init__(self, settings: CoreSettings) -> None:
         self._settings = settings
+        self._by_version: dict[tuple[str, str], ServedModel] = {}  # those of reloads, the last ones
         self._by_key: dict[tuple[str, str], ServedModel] = {}
         self._by_reference: dict[str, ServedModel] = {}
         self.classes: list[ServedClass] = []
@@ -104,7 +129,7 @@ class ModelTable:
 
     def _add(self, settings: ModelSettings) -> None:
         spec = settings.spec
-        model = ServedModel(spec, settings.policies)
+        model = ServedModel(spec, settings.policies, spec)
         self._by_key[spec.name, spec.version] = model
         self._by_reference[model.key] = model
         newest = self._by_reference.get(spec.name)
@@ -118,8 +143,19 @@ class ModelTable:
         return self._by_reference.get(reference)
 
     def get(self, name: str, version: str) -> ServedModel | None:
-        """Return one version of a model."""
-        return self._by_key.get((name, version))
+        """Return one version of a model, or the one in whose place that version was put."""
+        return self._by_key.get((name, version)) or self._by_version.get((name, version))
+
+    def is_configured(self, name: str, version: str) -> bool:
+        """Tell whether the configuration has a model under this version."""
+        return (name, version) in self._by_key
+
+    def name_version(self, model: ServedModel, version: str) -> None:
+        """Let ``get`` find a model by a version that a reload brings. A worker may speak of one long after it
+        was rolled back; beyond a bound the oldest are forgotten."""
+        self._by_version[model.spec.name, version] = model
+        while len(self._by_version) > MAX_RELOADED_VERSIONS:
+            del self._by_version[next(iter(self._by_version))]
 
     def class_of(self, record: FrameRecord) -> ServedClass:
         """Return the class that an admitted frame belongs to."""
@@ -128,6 +164,12 @@ class ModelTable:
     def specs(self) -> tuple[ModelSpec, ...]:
         """Return all models as they are now known, in the order of the configuration."""
         return tuple(model.spec for model in self._by_key.values())
+
+    def worker_specs(self) -> tuple[ModelSpec, ...]:
+        """Return what a worker is to load: of each model what runs, and what a rollback would run."""
+        return tuple(
+            spec for model in self._by_key.values() for spec in (model.live, model.kept) if spec is not None
+        )
 
     def references(self) -> str:
         """Return the names of all models for an error message."""
@@ -139,10 +181,12 @@ class ModelTable:
 
     def learn(self, profile: ModelProfile) -> ServedModel:
         """Return the model that a worker describes; its size classes are the worker's if it had none."""
-        model = self._by_key[profile.name, profile.version]
+        model = self.get(profile.name, profile.version)
+        if model is None:  # pragma: no cover - find_ready_fault has refused it
+            raise KeyError(profile.name)
         if model.placer is None:
             specs = tuple(described.size_class for described in profile.classes)
-            model.spec = replace(model.spec, size_classes=specs)
+            model.spec = model.live = replace(model.spec, size_classes=specs)
             self._describe(model, specs)
         return model
 
@@ -162,6 +206,7 @@ class ModelTable:
                 policy=make_policy(policy, spec.max_batch_size),
                 max_queue_size=policy.max_queue_size,
                 objective_ns=int(policy.objective_ms * 1e6),
+                live_version=model.live.version,
                 may_ride=policy.promote,
             )
             self.classes.append(served)

@@ -168,6 +168,8 @@ class Outbound:
                 if not self._arenas.is_here(host_key):
                     self._remote[peer] = None
                 self._greet(peer, self._setup(models))
+            case actions.SendToWorker(peer, order):
+                self.send(peer, order)
             case actions.RefusePeer(peer, code, message):
                 self.forget(peer)
                 self.send(peer, Refused(code, message))

@@ -162,7 +162,8 @@ class OutcomeLog:
         return Outcome(
             frame.stream, record.epoch, record.seq, self._boot, pub_seq,
             end.status, end.code, end.message,
-            record.model, record.version, record.size_class, end.worker, record.attempt, end.batch_size,
+            record.model, end.version or record.version, record.size_class,
+            end.worker, record.attempt, end.batch_size,
             frame.shape, frame.pts_ns, frame.meta,
             None,
             _timing(record, end, now_ns),

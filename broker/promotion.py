@@ -86,4 +86,4 @@ class Promotion:
         )
 
     def _predict_ns(self, worker: Worker, served: ServedClass, count: int) -> int:
-        return self._costs.predict_ns(worker.id, served.model, served.version, served.spec.name, count)
+        return self._costs.predict_ns(worker.id, served.model, served.live_version, served.spec.name, count)

@@ -30,6 +30,7 @@ class End:
     staged_us: int = 0
     ran_us: int = 0
     result: FrameResult | None = None
+    version: str = ""  # of the model, in the batch that ended it; "" when none did
 
 
 @dataclass(slots=True, eq=False)

@@ -58,7 +58,7 @@ class Recovery:
                 continue
             code = Code.POISON_FRAME if batch.is_alone else Code.WORKER_LOST
             message = f"{record.lost_with} workers were lost while they had it, {worker_id} the last"
-            end = End(Status.ERROR, code, message, worker_id, len(batch.records))
+            end = End(Status.ERROR, code, message, worker_id, len(batch.records), version=batch.version)
             self._outcomes.finish(record, end, now_ns, actions)
             if code is Code.POISON_FRAME:
                 self._quarantine.put(record, now_ns)

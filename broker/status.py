@@ -7,7 +7,7 @@ from heapq import nsmallest
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from headrace.broker.model_table import ServedClass
+from headrace.broker.model_table import ServedClass, ServedModel
 from headrace.broker.producer_registry import ProducerSession
 from headrace.broker.stream_table import Stream
 from headrace.broker.worker_registry import Worker
@@ -63,7 +63,7 @@ def status_of(core: BrokerCore, now_ns: int, streams_after: str, max_streams: in
         "retained": outcomes.retained_count,
         "retained_bytes": outcomes.retained_bytes,
         "retention_bytes": core.settings.retention_bytes,
-        "models": [_model(core, index) for index in range(len(core.models.all()))],
+        "models": [_model(core, model, now_ns) for model in core.models.all()],
         "classes": [_class(core, served, now_ns) for served in core.models.classes],
         "workers": [_worker(worker, now_ns) for worker in core.workers.by_peer.values()],
         "streams_count": len(core.streams),
@@ -102,8 +102,7 @@ def _hedges(core: BrokerCore) -> dict[str, Value]:
     }
 
 
-def _model(core: BrokerCore, index: int) -> dict[str, Value]:
-    model = core.models.all()[index]
+def _model(core: BrokerCore, model: ServedModel, now_ns: int) -> dict[str, Value]:
     served = list(model.classes.values())
     ready = [len(core.dispatcher.pools.of(one).workers) for one in served]
     return {
@@ -112,6 +111,9 @@ def _model(core: BrokerCore, index: int) -> dict[str, Value]:
         "is_described": model.placer is not None,
         "size_classes": [one.spec.name for one in served],
         "workers": max(ready, default=0),
+        "live_version": model.live.version,
+        "kept_version": "" if model.kept is None else model.kept.version,
+        "reload": None if model.reload is None else model.reload.status(now_ns),
     }
 
 
@@ -154,7 +156,7 @@ def _run_ms(core: BrokerCore, served: ServedClass) -> list[Value]:
     worker = next(iter(core.dispatcher.pools.of(served).workers.values()), None)
     if worker is None:
         return []
-    table = core.costs.table(worker.id, served.model, served.version, served.spec.name)
+    table = core.costs.table(worker.id, served.model, served.live_version, served.spec.name)
     return [[size, ms] for size, ms in table]
 
 

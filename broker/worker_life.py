@@ -22,7 +22,7 @@ from headrace.broker.worker_registry import (
     find_ready_fault,
 )
 from headrace.errors import Code
-from headrace.protocol.messages import Done, Failed, Ready, Value, WorkerHello
+from headrace.protocol.messages import Done, Failed, ModelProfile, Ready, Value, WorkerHello
 
 #: How long a worker's id is probed, in heartbeat intervals: one, and a quarter for the way there and back.
 PROBE_INTERVALS = 1.25
@@ -56,6 +56,7 @@ class WorkerLife:
         self._recovery = recovery
         self._last_probe = 0
         self.lost_count = 0
+        self.changes_count = 0  # grows whenever a worker becomes READY, leaves, or has loaded a model
 
     # -- coming -------------------------------------------------------------------------------------
 
@@ -64,7 +65,7 @@ class WorkerLife:
         if known is not None:
             if (known.id, known.hello.instance) == (hello.worker, hello.instance):
                 self.hear(known, now_ns)
-                actions.append(SetUpWorker(peer, self._models.specs(), hello.host_key))
+                actions.append(SetUpWorker(peer, self._models.worker_specs(), hello.host_key))
                 return
             self.lose(known, "another worker spoke on its connection", now_ns, actions)
         self._workers.pop_claim_of(peer)
@@ -112,7 +113,7 @@ class WorkerLife:
             actions.append(RefusePeer(peer, Code.TOO_MANY_WORKERS, message, is_worker=True))
             return
         self._workers.add(peer, hello, self._beats.start(peer, is_worker=True, now_ns=now_ns))
-        actions.append(SetUpWorker(peer, self._models.specs(), hello.host_key))
+        actions.append(SetUpWorker(peer, self._models.worker_specs(), hello.host_key))
         actions.append(
             Report("worker arrived", {"worker": hello.worker, "device": hello.device, "pid": hello.pid})
         )
@@ -134,22 +135,45 @@ class WorkerLife:
         worker.slots = ready.slots
         worker.ready_ns = now_ns
         worker.notes = tuple(note for profile in ready.models for note in profile.notes)
-        worker.services = self._services_of(worker, ready)
+        worker.profiles = {}
+        for profile in ready.models:
+            self._learn(worker, profile)
+        worker.services = self._services_of(worker)
         self._dispatcher.pools.join(worker)
+        self.changes_count += 1
         names: list[Value] = [f"{profile.name}:{profile.version}" for profile in ready.models]
         actions.append(Report("worker ready", {"worker": worker.id, "slots": worker.slots, "models": names}))
 
-    def _services_of(self, worker: Worker, ready: Ready) -> dict[int, Service]:
+    def _learn(self, worker: Worker, profile: ModelProfile) -> None:
+        worker.profiles[profile.name, profile.version] = profile
+        self._models.learn(profile)
+        for described in profile.classes:
+            self._costs.seed(worker.id, described, profile.name, profile.version)
+
+    def add_profile(self, worker: Worker, profile: ModelProfile) -> None:
+        """A worker has loaded one more version of a model."""
+        self._learn(worker, profile)
+        self.serve(worker)
+
+    def serve(self, worker: Worker) -> None:
+        """The live version of a model, or what a worker has of it, has changed: see anew what it can run."""
+        self.changes_count += 1
+        if worker.state is WorkerState.READY:
+            self._dispatcher.pools.leave(worker)
+            worker.services = self._services_of(worker)
+            self._dispatcher.pools.join(worker)
+
+    def _services_of(self, worker: Worker) -> dict[int, Service]:
+        """Return what a worker can run of the live version of each model that it has loaded."""
         services: dict[int, Service] = {}
-        for profile in ready.models:
-            model = self._models.learn(profile)
-            for described in profile.classes:
+        for model in self._models.all():
+            profile = worker.profiles.get((model.spec.name, model.live.version))
+            for described in () if profile is None else profile.classes:
                 served = model.classes[described.size_class.name]
-                self._costs.seed(worker.id, described, profile.name, profile.version)
                 limits = [served.spec.max_batch_size, described.size_class.max_batch_size]
                 limits += [size for size, _ in described.buckets[-1:]]
                 cost_ns = self._costs.predict_ns(
-                    worker.id, profile.name, profile.version, served.spec.name, min(limits)
+                    worker.id, model.spec.name, model.live.version, served.spec.name, min(limits)
                 )
                 services[served.index] = Service(served, min(limits), cost_ns, bool(described.buckets))
         return services
@@ -162,6 +186,7 @@ class WorkerLife:
         self.hear(worker, now_ns)
         self._dispatcher.pools.leave(worker)
         worker.state = WorkerState.LEAVING
+        self.changes_count += 1
         actions.append(Report("worker leaving", {"worker": worker.id, "batches": len(worker.in_flight)}))
         self.forget_if_done(worker, now_ns, actions)
 
@@ -187,6 +212,7 @@ class WorkerLife:
             "frames": sum(len(batch.unfinished) for batch in batches),
         }
         actions.append(Report("worker lost", values))
+        worker.was_lost = is_suspicious
         for batch in batches:
             if is_suspicious and batch.is_alone and not batch.unfinished:
                 self._recovery.condemn(batch, now_ns, actions)
@@ -231,6 +257,7 @@ class WorkerLife:
         self._dispatcher.pools.leave(worker)
         self._beats.stop(worker.pulse)
         self._costs.forget(worker.id)
+        self.changes_count += 1
         claim = self._workers.remove(worker)
         if claim is not None:
             self._add_worker(claim.peer, claim.hello, now_ns, actions)

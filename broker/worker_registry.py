@@ -58,6 +58,9 @@ class Worker:
     state: WorkerState = WorkerState.PREPARING
     slots: int = 0
     services: dict[int, Service] = field(default_factory=dict)  # by index of the class
+    profiles: dict[tuple[str, str], ModelProfile] = field(default_factory=dict)  # by name and version: loaded
+    loads: dict[tuple[str, str], bool] = field(default_factory=dict)  # asked to load; False = it could not
+    was_lost: bool = False  # it died with the broker's trust: one of its frames or models may have killed it
     in_flight: dict[int, InFlightBatch] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     stamp: int = 0
@@ -159,6 +162,27 @@ def find_ready_fault(ready: Ready, worker: Worker, models: ModelTable) -> str | 
         if fault is not None:
             return fault
     return None
+
+
+def find_successor_fault(profile: ModelProfile, worker: Worker, model: ServedModel) -> str | None:
+    """Return why a version can't take the place of the live one, None if it can: every class of the model
+    must run on it, and what a frame of tensors brings must be what it takes."""
+    fault = _find_profile_fault(profile, model)
+    if fault is not None:
+        return fault
+    described = [one.size_class.name for one in profile.classes]
+    missing = [name for name in model.classes if name not in described]
+    if missing:
+        return f"{model.key}: version {profile.version} does not run size class {missing[0]}"
+    live = worker.profiles.get((model.spec.name, model.live.version))
+    if model.spec.image is None and live is not None and live.inputs != profile.inputs:
+        taken, wanted = _shown(profile), _shown(live)
+        return f"{model.key}: version {profile.version} takes other inputs: {taken}, not {wanted}"
+    return None
+
+
+def _shown(profile: ModelProfile) -> str:
+    return ", ".join(f"{one.name} {one.dtype} {list(one.shape)}" for one in profile.inputs) or "none"
 
 
 def _find_profile_fault(profile: ModelProfile, model: ServedModel) -> str | None:

@@ -86,6 +86,11 @@ class Code(StrEnum):
     UNKNOWN_METHOD = "unknown_method"
     BAD_PARAMS = "bad_params"
     NOT_FOUND = "not_found"
+    RELOAD_BUSY = "reload_busy"
+    RELOAD_REFUSED = "reload_refused"
+    RELOAD_DIFFERS = "reload_differs"
+    RELOAD_TIMEOUT = "reload_timeout"
+    LOAD_FAILED = "load_failed"
     INTERNAL = "internal"
 
 

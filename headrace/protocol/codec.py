@@ -41,10 +41,20 @@ FROM_WORKER: Final[frozenset[type]] = _ROUTER_COMMON | {
     m.Done,
     m.Failed,
     m.Telemetry,
+    m.Loaded,
+    m.NotLoaded,
+    m.Compared,
 }
 FROM_CONTROL: Final[frozenset[type]] = _ROUTER_COMMON | {m.Request}
 TO_PRODUCER: Final[frozenset[type]] = _DEALER_COMMON | {m.Welcome, m.Credit, m.Reject}
-TO_WORKER: Final[frozenset[type]] = _DEALER_COMMON | {m.Setup, m.Batch, m.Cancel}
+TO_WORKER: Final[frozenset[type]] = _DEALER_COMMON | {
+    m.Setup,
+    m.Batch,
+    m.Cancel,
+    m.Load,
+    m.Unload,
+    m.Compare,
+}
 TO_CONTROL: Final[frozenset[type]] = _DEALER_COMMON | {m.Reply, m.ReplayReply}
 PUBLISHED: Final[frozenset[type]] = frozenset({m.Outcomes, m.Subscribed})
 

@@ -12,16 +12,26 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from headrace.protocol.models import ClassProfile as ClassProfile
 from headrace.protocol.models import Color as Color
 from headrace.protocol.models import EmulatedCost as EmulatedCost
 from headrace.protocol.models import Fit as Fit
 from headrace.protocol.models import ImageInput as ImageInput
 from headrace.protocol.models import ModelFile as ModelFile
+from headrace.protocol.models import ModelProfile as ModelProfile
 from headrace.protocol.models import ModelSpec as ModelSpec
 from headrace.protocol.models import Oversize as Oversize
 from headrace.protocol.models import SizeClassSpec as SizeClassSpec
+from headrace.protocol.models import TensorSpec as TensorSpec
 from headrace.protocol.models import Value as Value
 from headrace.protocol.per_frame import per_frame
+from headrace.protocol.reload import Compare as Compare
+from headrace.protocol.reload import Compared as Compared
+from headrace.protocol.reload import Load as Load
+from headrace.protocol.reload import Loaded as Loaded
+from headrace.protocol.reload import NotLoaded as NotLoaded
+from headrace.protocol.reload import ReloadMessage
+from headrace.protocol.reload import Unload as Unload
 
 PROTOCOL_VERSION = 1
 
@@ -57,16 +67,6 @@ class Status(StrEnum):
 # ---------------------------------------------------------------------------------------------------
 # Frames
 # ---------------------------------------------------------------------------------------------------
-
-
-@per_frame(frozen=True, slots=True)
-class TensorSpec:
-    """One tensor inside a payload. ``dtype`` is a numpy name (little-endian), ``shape`` all positive
-    for inputs; outputs may hold zero-length axes (no detections)."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @per_frame(frozen=True, slots=True)
@@ -282,27 +282,6 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class ClassProfile:
-    """Measured milliseconds of one batch per bucket, ascending by bucket size."""
-
-    size_class: SizeClassSpec
-    buckets: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelProfile:
-    """What this worker can run of one model, after its self-tests. ``inputs`` are the graph's own
-    (batch axis left out; -1 for a dynamic axis); ``notes`` are said aloud in status (for instance
-    "fixed batch of 1")."""
-
-    name: str
-    version: str
-    classes: tuple[ClassProfile, ...]
-    inputs: tuple[TensorSpec, ...]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Ready:
     """Free for work: ``slots`` batches may be in flight at this worker at once. Sent again, it
     replaces the earlier one (a reconnect, or other models)."""
@@ -454,8 +433,8 @@ class Subscribed:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A call on the control socket. Methods: ``status``, ``positions``, ``replay``, ``drain``,
-    ``fetch``. ``id`` is the caller's and comes back, so that a late answer is never taken for another."""
+    """A call on the control socket; docs/protocol.md lists the methods. ``id`` is the caller's and comes
+    back, so that a late answer is never taken for another."""
 
     id: int
     method: str
@@ -487,5 +466,5 @@ class ReplayReply:
 Message: TypeAlias = (
     "Heartbeat | Goodbye | Refused | Discover | Endpoints | Hello | Welcome | Credit | Reject | Frames"
     " | WorkerHello | Setup | Ready | Batch | Done | Failed | Telemetry | Cancel | Outcomes | Subscribed"
-    " | Request | Reply | ReplayReply"
+    " | Request | Reply | ReplayReply | ReloadMessage"
 )

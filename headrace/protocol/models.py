@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+from headrace.protocol.per_frame import per_frame
+
 #: What msgpack can hold; ``meta`` and non-tensor outputs are made of it.
 Value: TypeAlias = "bool | int | float | str | bytes | list[Value] | dict[str, Value] | None"
 
@@ -96,3 +98,34 @@ class ModelSpec:
     adapter: str = "tensors"
     adapter_options: dict[str, Value] = field(default_factory=dict)
     emulated: EmulatedCost | None = None
+
+
+@per_frame(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor inside a payload. ``dtype`` is a numpy name (little-endian), ``shape`` all positive
+    for inputs; outputs may hold zero-length axes (no detections)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassProfile:
+    """Measured milliseconds of one batch per bucket, ascending by bucket size."""
+
+    size_class: SizeClassSpec
+    buckets: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """What this worker can run of one model, after its self-tests. ``inputs`` are the graph's own
+    (batch axis left out; -1 for a dynamic axis); ``notes`` are said aloud in status (for instance
+    "fixed batch of 1")."""
+
+    name: str
+    version: str
+    classes: tuple[ClassProfile, ...]
+    inputs: tuple[TensorSpec, ...]
+    notes: tuple[str, ...] = ()

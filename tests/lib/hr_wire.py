@@ -11,6 +11,8 @@ from headrace.protocol.messages import (
     Cancel,
     ClassProfile,
     Color,
+    Compare,
+    Compared,
     Credit,
     Discover,
     Done,
@@ -28,10 +30,13 @@ from headrace.protocol.messages import (
     ImageInput,
     Keep,
     Limits,
+    Load,
+    Loaded,
     Message,
     ModelFile,
     ModelProfile,
     ModelSpec,
+    NotLoaded,
     Outcome,
     Outcomes,
     Oversize,
@@ -49,6 +54,7 @@ from headrace.protocol.messages import (
     Telemetry,
     TensorSpec,
     Timing,
+    Unload,
     Welcome,
     WorkerHello,
 )
@@ -180,6 +186,8 @@ REJECTED_OUTCOME = Outcome(
     timing=Timing(queued_us=3),
 )
 
+_CLASSES = (ClassProfile(SizeClassSpec("small", 160, 192), ((1, 2.5), (4, 6.25))),)
+
 #: Name -> message. Every class of the wire is here at least once (a test sees to it).
 SAMPLES: dict[str, Message] = {
     "frame": Frames((FULL_FRAME,)),
@@ -260,7 +268,7 @@ SAMPLES: dict[str, Message] = {
             ModelProfile(
                 name="detector",
                 version="3",
-                classes=(ClassProfile(SizeClassSpec("small", 160, 192), ((1, 2.5), (4, 6.25))),),
+                classes=_CLASSES,
                 inputs=(TensorSpec("images", "float32", (3, -1, -1)), TensorSpec("n", "int64", ())),
                 notes=("fixed batch of 1",),
             ),
@@ -293,6 +301,12 @@ SAMPLES: dict[str, Message] = {
     "failed": Failed(batch=5, code="batch_failed", message="the session failed"),
     "telemetry": Telemetry("gpu-0", {"gpu_busy_ratio": 0.5, "graph_replays_total/detector:3 small x4": 12.0}),
     "cancel": Cancel(batch=5),
+    "load": Load(ModelSpec("detector", "3-9f86d081", files=(ModelFile("net.onnx", "0f" * 32, 5),))),
+    "loaded": Loaded(ModelProfile("detector", "3-9f86d081", _CLASSES, ())),
+    "not_loaded": NotLoaded("detector", "3-9f86d081", "load_failed", "the graph has no batch axis"),
+    "unload": Unload("detector", "3"),
+    "compare": Compare(batch=5, version="3-9f86d081"),
+    "compared": Compared(batch=5, version="3-9f86d081", frames=4, agreed=3, max_abs=0.5, max_rel=0.25),
     "outcomes": Outcomes((OK_OUTCOME, REJECTED_OUTCOME)),
     "subscribed": Subscribed(boot=7, topic="site-a/"),
     "request": Request(id=3, method="replay", params={"stream": "cam-1", "first": 0, "last": 9}),

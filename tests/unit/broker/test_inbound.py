@@ -39,6 +39,9 @@ TAKEN: dict[Role, dict[str, str]] = {
         "failed": "BatchFailed",
         "heartbeat": "PeerHeard",
         "telemetry": "PeerHeard",
+        "loaded": "ModelLoaded",
+        "not_loaded": "ModelNotLoaded",
+        "compared": "BatchCompared",
         "goodbye": "WorkerLeft",
         "discover": "introduced",
     },
@@ -141,7 +144,8 @@ def test_a_misplaced_message_is_told_what_is_taken_and_where_it_belongs(
     (error,) = world.outbound.refusals
     assert error.code == "unexpected_type"
     assert error.message == (
-        "type hello has no place here, which takes discover, done, failed, goodbye, heartbeat, ready,"
+        "type hello has no place here, which takes compared, discover, done, failed, goodbye,"
+        " heartbeat, loaded, not_loaded, ready,"
         f" telemetry, worker_hello; it belongs on the frames socket of this broker, {ENDPOINTS.frames}"
     )
 

@@ -313,6 +313,9 @@ def test_status_can_be_packed_and_adds_up(driver: hr.CoreDriver) -> None:
             "is_described": True,
             "size_classes": ["small", "large"],
             "workers": 1,
+            "live_version": "1",
+            "kept_version": "",
+            "reload": None,
         }
     ]
     assert short["streams"] == {}
