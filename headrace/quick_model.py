@@ -29,7 +29,6 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
     if not path.is_file():
         raise ConfigError(f"--model {path}: no such file: name an ONNX file")
     model = read_model(str(path), label=str(path))
-    name = _NAME_CHARACTERS.sub("-", path.stem).strip("-._") or "model"
     image = _image(model)
     if image is None:
         if sizes:
@@ -38,13 +37,18 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
     else:
         classes = _size_classes(path, model.inputs[0], image, sizes)
     return ModelSection(
-        name=name,
+        name=model_name(path),
         path=str(path.resolve()),
         extra_files=tuple(model.weights),
         image=image,
         size_classes=classes,
         adapter=adapter or "tensors",
     )
+
+
+def model_name(path: Path) -> str:
+    """Return the name under which frames ask for the model at ``path``: that of its file, where it is one."""
+    return _NAME_CHARACTERS.sub("-", path.stem).strip("-._") or "model"
 
 
 def _image(model: OnnxModel) -> ImageSection | None:

@@ -20,6 +20,7 @@ from headrace.cli import (
     broker,
     demo,
     doctor,
+    export,
     plan_classes,
     push,
     record,
@@ -73,6 +74,7 @@ for _command in (
     bench.command,
     simulate.command,
     plan_classes.command,
+    export.command,
     record.command,
 ):
     cli.add_command(_command)

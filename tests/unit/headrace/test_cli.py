@@ -49,6 +49,8 @@ COMMANDS = [
     "simulate",
     "plan-classes",
     "record",
+    "export",
+    "doctor",
 ]
 
 
