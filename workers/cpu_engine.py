@@ -5,7 +5,8 @@ a C-contiguous numpy input where it stands and gives outputs that own their memo
 views of the staging buffer already copies nothing; an IOBinding would save nothing on this device.
 
 On a CPU a padding row costs as much as a real one, so a batch smaller than its bucket is run with its real
-rows only. Only a graph with a fixed batch size sees padding.
+rows only. Only a graph with a fixed batch size sees padding. A batch whose intermediate values leave the
+cache is run in portions, of the size that was measured to cost least per row.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from headrace.errors import DeviceError, ModelError
 from headrace.protocol.messages import ClassProfile, ModelProfile, ModelSpec
 from headrace.workers.engine import BatchOutputs, ModelKey, StagedBatch
 from headrace.workers.engine_base import EngineBase, ServedClass
-from headrace.workers.measure import buckets_up_to, measure_buckets
+from headrace.workers.measure import (
+    buckets_up_to,
+    cheapest_portion,
+    cost_in_portions,
+    measure_buckets,
+)
 from headrace.workers.model_io import ModelIO, describe
 from headrace.workers.onnx_model import first_line, open_session, read_model
 from headrace.workers.self_test import (
@@ -135,12 +141,12 @@ class CpuEngine(EngineBase[_CpuModel, BatchOutputs]):
     def submit(self, batch: StagedBatch) -> None:
         """Run a staged batch to its end; ``collect`` then has it."""
         self._check_owner("submit")
-        self._check_batch(batch)
+        served = self._check_batch(batch)
         loaded = self._loaded(batch.model)
         started_ns = time.perf_counter_ns()
         error, outputs = "", {}
         try:
-            outputs = _run_batch(loaded, batch)
+            outputs = _run_batch(loaded, batch, served.portion)
         except Exception as failure:  # noqa: BLE001 - ONNX Runtime has no public root of its error classes
             error = f"model {loaded.label}: {type(failure).__name__}: {first_line(failure)}"
         ran_ns = time.perf_counter_ns() - started_ns
@@ -181,12 +187,15 @@ class CpuEngine(EngineBase[_CpuModel, BatchOutputs]):
         return OPEN_AXIS_LENGTHS[-1]
 
 
-def _run_batch(loaded: _CpuModel, batch: StagedBatch) -> dict[str, Array]:
+def _run_batch(loaded: _CpuModel, batch: StagedBatch, portion: int) -> dict[str, Array]:
     batching = loaded.batching
     if batching is None:
         raise ModelError("not profiled")
     rows = batch.bucket if loaded.io.batch > 1 else batch.count
-    outputs = loaded.run({buffer.name: buffer.array[:rows] for buffer in batch.inputs})
+    if 0 < portion < rows:
+        outputs = _run_portions(loaded, batch, rows, portion)
+    else:
+        outputs = loaded.run({buffer.name: buffer.array[:rows] for buffer in batch.inputs})
     split: dict[str, Array] = {}
     for name, output, is_split in zip(loaded.output_names, outputs, batching.is_split, strict=True):
         if not is_split:
@@ -196,6 +205,14 @@ def _run_batch(loaded: _CpuModel, batch: StagedBatch) -> dict[str, Array]:
         else:
             raise ModelError(f"output {name} has shape {list(output.shape)} for a batch of {rows}")
     return split
+
+
+def _run_portions(loaded: _CpuModel, batch: StagedBatch, rows: int, portion: int) -> list[Array]:
+    ran = [
+        loaded.run({buffer.name: buffer.array[start : min(start + portion, rows)] for buffer in batch.inputs})
+        for start in range(0, rows, portion)
+    ]
+    return [np.concatenate(parts) for parts in zip(*ran, strict=True)]
 
 
 def _measure_class(
@@ -229,6 +246,12 @@ def _measure_class(
         )
     served.size_class = replace(served.size_class, max_batch_size=largest)
     served.buckets = buckets
+    served.portion = cheapest_portion(measured)
+    if served.portion < largest:
+        measured = cost_in_portions(measured, served.portion)
+        notes.append(
+            f"size class {served.size_class.name}: larger batches run in portions of {served.portion} rows"
+        )
     return ClassProfile(served.size_class, measured)
 
 

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 class ServedClass:
     """One size class of a loaded model. ``buckets`` is empty until the model is profiled, then ascending.
 
-    ``size_class.max_batch_size`` is what the model can really do from then on."""
+    ``size_class.max_batch_size`` is what the model can really do from then on. ``portion``: how many rows of
+    a batch are run at once, where that may be fewer than all (0: all)."""
 
     size_class: SizeClassSpec
     plans: tuple[InputPlan, ...]
     buckets: tuple[int, ...] = field(default=())
+    portion: int = 0
 
 
 class _LoadedModel(Protocol):
@@ -47,6 +49,7 @@ class EngineBase(Generic[Loaded, Item]):
 
     name = ""
     device = ""
+    loads_beside = True
 
     def __init__(self) -> None:
         self._models: dict[ModelKey, Loaded] = {}
@@ -78,6 +81,16 @@ class EngineBase(Generic[Loaded, Item]):
     def has_result(self) -> bool:
         """See Engine. An engine that can tell says more."""
         return False
+
+    def unload(self, model: ModelKey) -> None:
+        """Release one model; nothing of it is running. Idempotent."""
+        self._check_owner("unload")
+        self._models.pop(model, None)
+
+    def hand_over(self) -> None:
+        """Let the thread that calls next own the engine. The owner calls it, and nothing after it."""
+        self._check_owner("hand_over")
+        self._owner = None
 
     def close(self) -> None:
         """Release the models; a waiting ``collect`` ends. Idempotent, and allowed from any thread."""

@@ -16,6 +16,15 @@ MAX_RUNS = 5
 #: A first run longer than this is itself taken as a sample: allocation no longer dominates it.
 SLOW_NS = 100_000_000
 
+#: Portions are worth their calls only where they save at least a tenth per row; less is noise.
+PORTION_SAVES = 0.1
+
+#: A batch that takes less is run as a whole: its figures are too small to be told apart.
+MIN_PORTIONED_MS = 0.5
+
+#: Of the portions that cost about the same per row the largest is taken: it needs the fewest calls.
+ABOUT_THE_SAME = 1.03
+
 
 def buckets_up_to(largest: int) -> tuple[int, ...]:
     """Return 1, 2, 4 ... and ``largest`` itself, ascending."""
@@ -55,6 +64,28 @@ def measure_buckets(
                 continue
         measured.append((bucket, _measure(run, bucket, budget_ns // (2 * len(buckets)), clock)))
     return tuple(measured), tuple(estimated)
+
+
+def cheapest_portion(measured: Sequence[tuple[int, float]]) -> int:
+    """Return how many rows to run at once so that a large batch costs least.
+
+    ``measured``: (bucket, milliseconds), ascending. What a run computes between input and output grows with
+    its rows until it no longer fits the cache: 32 frames of 224 squares as float32 are 19 MB, and each cost
+    25 us where those of a batch of 16 cost 19. The largest bucket unless portions of it save enough."""
+    largest, largest_ms = measured[-1]
+    least_ms = min(cost_ms / bucket for bucket, cost_ms in measured)
+    if largest_ms < MIN_PORTIONED_MS or least_ms > (1 - PORTION_SAVES) * largest_ms / largest:
+        return largest
+    return max(bucket for bucket, cost_ms in measured if cost_ms / bucket <= ABOUT_THE_SAME * least_ms)
+
+
+def cost_in_portions(measured: Sequence[tuple[int, float]], portion: int) -> tuple[tuple[int, float], ...]:
+    """Return ``measured`` with buckets above ``portion`` at the cost of as many portions as they take."""
+    portion_ms = dict(measured)[portion]
+    return tuple(
+        (bucket, cost_ms if bucket <= portion else portion_ms * bucket / portion)
+        for bucket, cost_ms in measured
+    )
 
 
 def _measure(run: Callable[[int], None], bucket: int, share_ns: int, clock: Callable[[], int]) -> float:

@@ -87,6 +87,29 @@ def test_eight_frames_through_a_fixed_batch_are_all_right(tmp_path: Path, batch:
     np.testing.assert_allclose(answers, range(10, 18), atol=1e-3)
 
 
+def test_a_batch_run_in_portions_has_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven rows in portions of four: each frame its own result, and the profile says how it is run."""
+    monkeypatch.setattr("headrace.workers.cpu_engine.cheapest_portion", lambda _measured: 4)
+    engine, profile = _serve(hr_models.image_spec(tmp_path, hr_models.mean_color(), SMALL))
+
+    rows = _output(_run(engine, "small", {"x": list(range(10, 17))}))
+
+    np.testing.assert_allclose(rows[:, 0], range(10, 17), atol=1e-3)
+    assert profile.notes == ("size class small: larger batches run in portions of 4 rows",)
+    assert dict(profile.classes[0].buckets)[8] == pytest.approx(2 * dict(profile.classes[0].buckets)[4])
+
+
+def test_a_failing_portion_fails_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No result of the other portions is told: the batch has one error."""
+    monkeypatch.setattr("headrace.workers.cpu_engine.cheapest_portion", lambda _measured: 2)
+    engine, _ = _serve(hr_models.image_spec(tmp_path, hr_models.failing_on_mark(), SMALL))
+
+    failed = _run(engine, "small", {"x": [1, 2, 3, hr_models.MARK]})
+
+    assert "m:1" in failed.error
+    assert failed.outputs == {}
+
+
 def test_four_distinct_frames_keep_their_rows_over_many_rounds(tmp_path: Path) -> None:
     """ORT-12: 200 rounds of four frames in random order, each row its own mean."""
     engine, _ = _serve(hr_models.image_spec(tmp_path, hr_models.mean_color(), SMALL))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from headrace.workers.measure import MAX_RUNS, buckets_up_to, measure_buckets
+from headrace.workers.measure import (
+    MAX_RUNS,
+    buckets_up_to,
+    cheapest_portion,
+    cost_in_portions,
+    measure_buckets,
+)
 
 MS = 1_000_000
 
@@ -80,3 +86,27 @@ def test_the_first_bucket_is_always_run() -> None:
     assert device.runs == [1]
     assert measured[0][1] > 0
     assert estimated == (2,)
+
+
+@pytest.mark.parametrize(
+    ("measured", "portion"),
+    [
+        pytest.param(((1, 1.0), (2, 1.8), (4, 3.2)), 4, id="larger-is-cheaper"),
+        pytest.param(((1, 1.0), (8, 4.0), (16, 7.9), (32, 24.0)), 16, id="the-largest-leaves-the-cache"),
+        pytest.param(((1, 1.0), (8, 4.0), (16, 8.1), (32, 24.0)), 16, id="about-the-same-takes-the-larger"),
+        pytest.param(((1, 1.0), (8, 4.0), (16, 9.0), (32, 24.0)), 8, id="the-cheapest"),
+        pytest.param(((1, 1.0), (8, 4.0), (16, 8.5)), 16, id="too-little-to-gain"),
+        pytest.param(((1, 0.01), (8, 0.1), (16, 0.4)), 16, id="too-short-to-tell"),
+        pytest.param(((4, 9.0),), 4, id="fixed-batch"),
+    ],
+)
+def test_a_portion_is_what_costs_least_per_row(measured: tuple[tuple[int, float], ...], portion: int) -> None:
+    """A large batch is run in parts only where that saves a tenth, and then in the largest cheap ones."""
+    assert cheapest_portion(measured) == portion
+
+
+def test_buckets_above_a_portion_cost_their_portions() -> None:
+    """The broker is told what a batch will take, not what it took before it was run in portions."""
+    measured = ((1, 1.0), (8, 4.0), (12, 8.0), (32, 24.0))
+
+    assert cost_in_portions(measured, 8) == ((1, 1.0), (8, 4.0), (12, 6.0), (32, 16.0))
