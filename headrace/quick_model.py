@@ -29,7 +29,7 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
     if not path.is_file():
         raise ConfigError(f"--model {path}: no such file: name an ONNX file")
     model = read_model(str(path), label=str(path))
-    image = _image(model)
+    image = guess_image(model)
     if image is None:
         if sizes:
             raise ConfigError(f"--size {sizes[0]}: {path} takes no image (its inputs are {_shapes(model)})")
@@ -51,7 +51,8 @@ def model_name(path: Path) -> str:
     return _NAME_CHARACTERS.sub("-", path.stem).strip("-._") or "model"
 
 
-def _image(model: OnnxModel) -> ImageSection | None:
+def guess_image(model: OnnxModel) -> ImageSection | None:
+    """Return how pixels become the input of a model that has one input, and that looks like an image's."""
     if len(model.inputs) != 1:
         return None
     tensor = model.inputs[0]

@@ -22,6 +22,7 @@ from headrace.cli import (
     doctor,
     export,
     plan_classes,
+    prepare,
     push,
     record,
     simulate,
@@ -74,6 +75,7 @@ for _command in (
     bench.command,
     simulate.command,
     plan_classes.command,
+    prepare.command,
     export.command,
     record.command,
 ):
