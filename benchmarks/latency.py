@@ -1,8 +1,9 @@
 """W4: 20 frames a second of W1 on an idle system, over the bare function.
 
 Open loop at a steady rate; latency runs from the time a frame was due until its outcome is in the
-subscriber's hands. In-process: the bare function called with one frame at the same times. The second table
-says where the time of a frame goes, from the timeline that each outcome carries.
+subscriber's hands. In-process: the bare function called with one frame at the same times. The bare chain is
+what the way alone takes, with and without the payload on it (``benchmarks.chain``). The second table says
+where the time of a frame goes, from the timeline that each outcome carries.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ P50_OVER_MS, P99_OVER_MS = 0.5, 2.0
 
 IN_PROCESS = "in-process"
 
+#: The chain's rows, and whether its frames carry their payload.
+CHAINS = {"bare chain, inline": True, "bare chain, no payload": False}
+
 
 def run(*, quick: bool) -> Report:
     """Measure interleaved rounds of the bare function and of each lane."""
@@ -38,6 +42,8 @@ def run(*, quick: bool) -> Report:
         path = graphs.write_mean(Path(folder))
         for _ in range(1 if quick else 3):
             measured = {IN_PROCESS: _in_process(path, question)}
+            for name, has_payload in CHAINS.items():
+                measured[name] = _chain(path, question, has_payload=has_payload)
             for lane in (INLINE, SHM):
                 if has_lane(lane):
                     measured[f"headrace {lane}"] = _headrace(path, question, lane)
@@ -54,6 +60,17 @@ def run(*, quick: bool) -> Report:
 def _in_process(path: Path, question: dict[str, Any]) -> dict[str, Any]:
     with Processes() as processes:
         child = processes.role("bare-function", model=str(path), size=SIDE)
+        child.read()
+        return child.ask(question)
+
+
+def _chain(path: Path, question: dict[str, Any], *, has_payload: bool) -> dict[str, Any]:
+    with Processes() as processes:
+        relay = processes.role("chain-relay").read()
+        processes.role("chain-worker", address=relay["back"], model=str(path), size=SIDE).read()
+        child = processes.role(
+            "chain-loop", front=relay["front"], results=relay["results"], size=SIDE, has_payload=has_payload
+        )
         child.read()
         return child.ask(question)
 
@@ -91,7 +108,7 @@ def _table(rounds: list[dict[str, dict[str, Any]]]) -> Table:
 
 
 def _stages(rounds: list[dict[str, dict[str, Any]]]) -> Table:
-    keys = [key for key in rounds[0] if key != IN_PROCESS]
+    keys = [key for key, one in rounds[0].items() if "stages" in one]
     names = list(rounds[0][keys[0]]["stages"])
     rows = tuple(
         (key, *(spread([each[key]["stages"][name] for each in rounds]) for name in names)) for key in keys

@@ -12,14 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zmq
 
-from benchmarks import forwarder, graphs
+from benchmarks import chain, forwarder, graphs
 from benchmarks.inprocess import BareFunction, InProcessLoop, run_mean
 from benchmarks.lanes import producer_options
 from benchmarks.open_loop import HeadraceLoop
@@ -105,6 +105,18 @@ def _plain_producer(address: str, shape: list[int], in_flight: int) -> None:
     forwarder.produce(zmq.Context(), address, payloads, in_flight, count)
 
 
+def _chain_relay() -> None:
+    chain.relay(_say)
+
+
+def _chain_worker(address: str, model: str, size: int) -> None:
+    chain.work(address, model, size, _say)
+
+
+def _chain_loop(**settings: Any) -> None:
+    _serve(chain.ChainLoop(**settings).probe)
+
+
 def _in_process_mean(model: str, size: int, max_batch_size: int) -> None:
     count = [0]
     _answer_questions(lambda: {"count": count[0]})
@@ -168,7 +180,7 @@ def _announce(front: str, back: str) -> None:
     _say({"front": front, "back": back})
 
 
-def _say(value: dict[str, Any]) -> None:
+def _say(value: Mapping[str, Any]) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
     sys.stdout.flush()
 
@@ -182,6 +194,9 @@ _ROLES: dict[str, Callable[..., None]] = {
     "proxy": _proxy,
     "plain-worker": _plain_worker,
     "plain-producer": _plain_producer,
+    "chain-relay": _chain_relay,
+    "chain-worker": _chain_worker,
+    "chain-loop": _chain_loop,
     "in-process-mean": _in_process_mean,
     "in-process-model": _in_process_model,
     "bare-function": _bare_function,
