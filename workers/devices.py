@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from headrace.workers.cuda.arena_pins import ArenaPins
 
 log = structlog.get_logger()
+
+#: Where the NVIDIA driver tells of itself, and the device by which Windows lends a GPU to its Linux.
+_PROC = Path("/proc")
+_WSL_GPU = Path("/dev/dxg")
 
 DEVICES = ("auto", "cpu", "cuda", "emulated")
 
@@ -81,6 +85,12 @@ def choose_device(wanted: str, threads: int, gpu: GpuOptions | None = None) -> D
 def _cpu(threads: int) -> Device:
     if importlib.util.find_spec("onnxruntime") is None:
         raise DeviceError("device cpu: ONNX Runtime is not installed; pip install 'headrace[cpu]'")
+    if _has_two_runtimes():
+        log.warning(
+            "two ONNX Runtime packages overwrite each other",
+            installed="onnxruntime, onnxruntime-gpu",
+            remedy="pip uninstall onnxruntime onnxruntime-gpu, then pip install 'headrace[cpu]'",
+        )
 
     def make() -> Engine:
         from headrace.workers.cpu_engine import CpuEngine
@@ -142,12 +152,10 @@ def why_no_cuda() -> str:
     import torch
 
     if not torch.cuda.is_available():
-        return "no CUDA device is visible"
+        return _why_not_visible(torch)
     if importlib.util.find_spec("onnxruntime") is None:
         return "no CUDA: ONNX Runtime is not installed (pip install 'headrace[gpu]')"
-    both = [name for name in ("onnxruntime", "onnxruntime-gpu") if _is_installed(name)]
-    if len(both) == 2:
-        # They share one folder: whichever was installed last wins, and CUDA may be gone.
+    if _has_two_runtimes():
         return (
             "onnxruntime and onnxruntime-gpu are both installed (pip uninstall onnxruntime onnxruntime-gpu,"
             " then pip install 'headrace[gpu]')"
@@ -157,6 +165,30 @@ def why_no_cuda() -> str:
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         return "no CUDA: this ONNX Runtime was built without it (pip install 'headrace[gpu]')"
     return ""
+
+
+def _why_not_visible(torch: Any) -> str:
+    """Return what keeps torch from a GPU, the outermost cause first."""
+    if not (_PROC / "driver/nvidia/version").exists() and not _WSL_GPU.exists():
+        return "no CUDA device is visible: no NVIDIA driver is loaded (in a container: docker run --gpus all)"
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None and (not chosen.strip() or chosen.strip().startswith("-")):
+        return f"no CUDA device is visible: CUDA_VISIBLE_DEVICES={chosen!r} hides every GPU"
+    if torch.version.cuda is None:
+        return (
+            f"no CUDA: torch {torch.__version__} was built without it (pip uninstall torch, then pip install"
+            " 'headrace[gpu]')"
+        )
+    return (
+        f"no CUDA device is visible: torch {torch.__version__} for CUDA {torch.version.cuda} can't use the"
+        " driver or the GPU (headrace doctor says more)"
+    )
+
+
+def _has_two_runtimes() -> bool:
+    """Tell whether both ONNX Runtime packages are there. They share one folder: whichever was installed last
+    has overwritten the other, and CUDA may be gone."""
+    return all(_is_installed(name) for name in ("onnxruntime", "onnxruntime-gpu"))
 
 
 def _is_installed(distribution: str) -> bool:
