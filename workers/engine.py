@@ -114,6 +114,8 @@ class Engine(Protocol):
 
     name: str
     device: str
+    #: Another engine can be made and fill itself in another thread while this one serves.
+    loads_beside: bool
 
     def load(self, spec: ModelSpec, files: dict[str, str]) -> None:
         """Load one model. ``files`` maps ModelFile.path to a verified local path.
@@ -159,6 +161,14 @@ class Engine(Protocol):
         """Tell whether ``collect`` would return at once when only one batch is to be collected.
 
         False is always right: the batch is then collected by another thread, which costs a hand-over."""
+        ...
+
+    def unload(self, model: ModelKey) -> None:
+        """Release one model; nothing of it is running. Idempotent."""
+        ...
+
+    def hand_over(self) -> None:
+        """Let the thread that calls next own the engine."""
         ...
 
     def close(self) -> None:

@@ -25,8 +25,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 import structlog
 
@@ -41,6 +39,7 @@ from headrace.errors import (
 from headrace.exit_codes import ExitCode
 from headrace.protocol.messages import (
     Batch,
+    Compared,
     Done,
     Failed,
     FrameResult,
@@ -49,13 +48,25 @@ from headrace.protocol.messages import (
     ModelSpec,
     Status,
 )
-from headrace.workers.adapters import Adapter, load_adapter
+from headrace.workers.adapters import Adapter
 from headrace.workers.arenas import SWEEP_S, ArenaMappings
+from headrace.workers.beside import (
+    Plans,
+    Shadow,
+    copy_for,
+    load_beside,
+    load_into,
+    run_shadow,
+)
 from headrace.workers.engine import BatchOutputs, Engine, EngineMisuseError, ModelKey
+from headrace.workers.pipeline_tasks import Adopt, Job, LoadAll, LoadBeside, Place, Served, Task, Unload
 from headrace.workers.results import fitted, in_batch_order
-from headrace.workers.staging import BufferPool, Pins, Stager, StagingPlan, StagingResult
+from headrace.workers.staging import BufferPool, Pins, Stager
 from headrace.workers.worker_events import (
+    BatchCompared,
     BatchFinished,
+    BesideFailed,
+    BesideLoaded,
     EngineFailed,
     Event,
     LoadFailed,
@@ -64,43 +75,10 @@ from headrace.workers.worker_events import (
 
 log = structlog.get_logger()
 
+#: Batches that may be marked for comparison and not have come yet.
+MAX_COMPARED = 64
+
 _CANCELLED = "dropped before it was run, as the broker asked"
-
-
-class _Place(Enum):
-    """Where a batch is. Only a batch that is still WAITING can be dropped."""
-
-    WAITING = "waiting"
-    ON_DEVICE = "on_device"
-    DROPPED = "dropped"
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One batch on its way through. ``place`` is written under the pipeline's lock, the rest by the thread
-    that has the job."""
-
-    batch: Batch
-    received_ns: int
-    place: _Place = _Place.WAITING
-    plan: StagingPlan | None = None
-    staging: StagingResult | None = None
-    staged_ns: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Load:
-    models: tuple[ModelSpec, ...]
-    files: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What one load made: replaced as a whole."""
-
-    engine: Engine | None = None
-    plans: dict[tuple[str, str, str], StagingPlan] = field(default_factory=dict)
-    adapters: dict[ModelKey, Adapter] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -123,16 +101,18 @@ class Pipeline:
         self._pool = BufferPool()
         self._arenas = arenas or ArenaMappings()
         self._stager = Stager(self._pool, limits or Limits(), self._arenas, pins)
-        self._served = _Served()
+        self._served = Served()
         self._lock = threading.Lock()
         self._staging_lock = threading.Lock()  # stager and arenas have one owner at a time
-        self._jobs: dict[int, _Job] = {}
+        self._jobs: dict[int, Job] = {}
         self._ahead_count = 0  # batches that the device thread is not through with
         self._completing_count = 0  # batches that the completion thread is not through with
         self._is_dead = False
-        self._to_stage: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._to_device: queue.SimpleQueue[_Job | _Load | None] = queue.SimpleQueue()
-        self._to_complete: queue.SimpleQueue[tuple[_Served, _Job] | None] = queue.SimpleQueue()
+        self._compared_with: dict[int, str] = {}  # the versions that coming batches are to be run on too
+        self._has_shadow = False  # the copy of a batch is about
+        self._to_stage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._to_device: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._to_complete: queue.SimpleQueue[tuple[Served, Job] | None] = queue.SimpleQueue()
         # Daemons: a run on a device can't be interrupted, and a process that was told to end must not wait.
         self._threads = [
             threading.Thread(target=self._guard, args=(loop,), name=f"headrace-{name}", daemon=True)
@@ -155,11 +135,26 @@ class Pipeline:
         """Replace what is loaded; ModelsLoaded or LoadFailed tells the end. No batch may be inside.
 
         ``files`` maps the sha256 of each model file to its verified local path."""
-        self._to_device.put(_Load(models, files))
+        self._to_device.put(LoadAll(models, files))
+
+    def load_beside(self, spec: ModelSpec, files: dict[str, str]) -> None:
+        """Load one more model while batches run; BesideLoaded or BesideFailed tells the end."""
+        self._to_device.put(LoadBeside(spec, files))
+
+    def unload(self, key: ModelKey) -> None:
+        """Let go of a model that no batch inside needs."""
+        self._to_device.put(Unload(key))
+
+    def compare(self, batch: int, version: str) -> None:
+        """Run a batch that is about to come on another version too; BatchCompared tells the end."""
+        with self._lock:
+            if len(self._compared_with) >= MAX_COMPARED:
+                self._compared_with.clear()  # batches that never came: a connection was lost
+            self._compared_with[batch] = version
 
     def run(self, batch: Batch) -> None:
         """Take a batch; exactly one BatchFinished tells its end."""
-        job = _Job(batch, self._clock())
+        job = Job(batch, self._clock())
         with self._lock:
             self._jobs[batch.batch] = job
             is_first = self._ahead_count == 0
@@ -173,8 +168,8 @@ class Pipeline:
         """Leave a batch out if the device does not have it yet."""
         with self._lock:
             job = self._jobs.get(number)
-            if job is not None and job.place is _Place.WAITING:
-                job.place = _Place.DROPPED
+            if job is not None and job.place is Place.WAITING:
+                job.place = Place.DROPPED
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the threads; batches inside are forgotten. Waits up to ``timeout_s`` for a running one."""
@@ -197,7 +192,7 @@ class Pipeline:
         with self._staging_lock:
             self._arenas.close()
 
-    def _next_to_stage(self) -> _Job | None:
+    def _next_to_stage(self) -> Job | None:
         """Wait for a batch; see to it meanwhile that no arena is kept after its producer."""
         while True:
             with self._staging_lock:
@@ -205,10 +200,10 @@ class Pipeline:
             with contextlib.suppress(queue.Empty):
                 return self._to_stage.get(timeout=SWEEP_S)
 
-    def _stage(self, job: _Job) -> bool:
+    def _stage(self, job: Job) -> bool:
         """Stage a batch; tell whether it is to be submitted. If not, its end was told."""
         batch = job.batch
-        if job.place is _Place.DROPPED:
+        if job.place is Place.DROPPED:
             self._fail(job, Code.CANCELLED, _CANCELLED)
             return False
         job.plan = self._served.plans.get((batch.model, batch.version, batch.size_class))
@@ -237,30 +232,39 @@ class Pipeline:
     def _drive_device(self) -> None:
         try:
             while (task := self._to_device.get()) is not None:
-                if isinstance(task, _Load):
-                    self._load(task)
-                else:
-                    if task.staging is not None or self._stage(task):
-                        self._submit(task)
-                    self._leave_device()
+                match task:
+                    case Job():
+                        if task.staging is not None or self._stage(task):
+                            self._submit(task)
+                        self._leave_device()
+                    case Shadow():
+                        self._run_shadow(task)
+                    case LoadAll():
+                        self._load(task)
+                    case _:
+                        self._exchange(task)
         finally:
             self._to_complete.put(None)
-            if self._served.engine is not None:
-                self._served.engine.close()
+            for engine in self._served.engines():
+                engine.close()
 
-    def _submit(self, job: _Job) -> None:
-        staging, engine = job.staging, self._served.engine
+    def _submit(self, job: Job) -> None:
+        staging, engine = job.staging, self._served.engine_of(job.batch)
         assert staging is not None  # noqa: S101 - our own queues, no peer's input
         assert staging.batch is not None  # noqa: S101
         assert engine is not None  # noqa: S101
         with self._lock:
-            is_dropped = job.place is _Place.DROPPED
+            is_dropped = job.place is Place.DROPPED
             if not is_dropped:
-                job.place = _Place.ON_DEVICE
+                job.place = Place.ON_DEVICE
         if is_dropped:
             self._release(job)
             self._fail(job, Code.CANCELLED, _CANCELLED)
             return
+        version = self._compared_with.get(job.batch.batch)
+        if version is not None and job.plan is not None and not self._has_shadow:
+            job.shadow = copy_for(version, staging.batch, job.plan)
+            self._has_shadow = job.shadow is not None
         try:
             engine.submit(staging.batch)
         except EngineMisuseError:
@@ -284,7 +288,7 @@ class Pipeline:
         with self._lock:
             self._ahead_count -= 1
 
-    def _load(self, task: _Load) -> None:
+    def _load(self, task: LoadAll) -> None:
         try:
             profiles = self._load_all(task)
         except (ModelError, DeviceError, ConfigError) as error:
@@ -295,32 +299,71 @@ class Pipeline:
         else:
             self._say(ModelsLoaded(task.models, profiles))
 
-    def _load_all(self, task: _Load) -> tuple[ModelProfile, ...]:
-        if self._served.engine is not None:
-            self._served.engine.close()
-        self._served = _Served()
+    def _load_all(self, task: LoadAll) -> tuple[ModelProfile, ...]:
+        for old in self._served.engines():
+            old.close()
+        self._served = Served()
         self._pool.clear()
         engine = self._make_engine()
-        plans: dict[tuple[str, str, str], StagingPlan] = {}
+        plans: Plans = {}
         adapters: dict[ModelKey, Adapter] = {}
         profiles = []
         for spec in task.models:
-            key = ModelKey(spec.name, spec.version)
-            adapters[key] = load_adapter(spec.adapter, spec.adapter_options)
-            engine.load(spec, {file.path: task.files[file.sha256] for file in spec.files})
-            profile = engine.profile(key)
-            profiles.append(profile)
-            for each in profile.classes:
-                name = each.size_class.name
-                buckets = tuple(bucket for bucket, _ in each.buckets)
-                plan = StagingPlan(key, spec, each.size_class, engine.plan(key, name), buckets)
-                plans[key.name, key.version, name] = plan
-            for note in profile.notes:
-                log.info("model note", model=f"{key.name}:{key.version}", note=note)
+            loaded = load_into(engine, spec, task.files)
+            adapters[loaded.key] = loaded.adapter
+            plans |= loaded.plans
+            profiles.append(loaded.profile)
         self._pool = engine.staging_pool() or BufferPool()
         self._stager.use_pool(self._pool)
-        self._served = _Served(engine, plans, adapters)
+        self._served = Served(engine, plans, adapters)
         return tuple(profiles)
+
+    def _exchange(self, task: LoadBeside | Adopt | Unload) -> None:
+        served = self._served
+        match task:
+            case LoadBeside(spec, files):
+                if served.engine is not None and not served.engine.loads_beside:
+                    reason = f"the {served.engine.name} engine can't load a model while it serves: restart it"
+                    self._say(BesideFailed(spec, Code.RELOAD_REFUSED, reason))
+                    return
+                name = "headrace-loading"
+                arguments = (lambda: self._load_beside(spec, files),)
+                threading.Thread(target=self._guard, args=arguments, name=name, daemon=True).start()
+            case Adopt(loaded):
+                adapters = served.adapters | {loaded.key: loaded.adapter}
+                beside = served.beside | {loaded.key: loaded.engine}
+                self._served = Served(served.engine, served.plans | loaded.plans, adapters, beside)
+                self._say(BesideLoaded(loaded.spec, loaded.profile))
+            case Unload(key):
+                self._served = served.without(key)
+                if key in served.beside:
+                    served.beside[key].close()
+                elif served.engine is not None:
+                    served.engine.unload(key)
+
+    def _load_beside(self, spec: ModelSpec, files: dict[str, str]) -> None:
+        loaded = load_beside(self._make_engine, spec, files)
+        if isinstance(loaded, str):
+            self._say(BesideFailed(spec, Code.LOAD_FAILED, loaded))
+        else:
+            self._to_device.put(Adopt(loaded))
+
+    def _run_shadow(self, shadow: Shadow) -> None:
+        if shadow.inputs:
+            self._has_shadow = False
+        engine = self._served.beside.get(shadow.key)
+        plan = self._served.plans.get((shadow.key.name, shadow.key.version, shadow.size_class))
+        if engine is None or plan is None:
+            self._say(BatchCompared(Compared(shadow.batch, shadow.key.version)))
+            return
+        try:
+            compared = run_shadow(shadow, engine, plan)
+        except (EngineMisuseError, DeviceError):
+            log.exception("batch not compared", batch=shadow.batch)
+            compared = Compared(
+                shadow.batch, shadow.key.version, error="it was refused; see the worker's log"
+            )
+        self._say(BatchCompared(compared))
 
     # -- completion thread -----------------------------------------------------------------------------
 
@@ -333,11 +376,12 @@ class Pipeline:
 
     # -- device or completion thread, one at a time ------------------------------------------------------
 
-    def _collect(self, served: _Served, job: _Job) -> bool:
+    def _collect(self, served: Served, job: Job) -> bool:
         """Collect and complete the oldest batch; False when nothing more can be collected."""
-        assert served.engine is not None  # noqa: S101 - our own queue
+        engine = served.engine_of(job.batch)
+        assert engine is not None  # noqa: S101 - our own queue
         try:
-            outputs = served.engine.collect()
+            outputs = engine.collect()
         except ClosedError:
             return False
         except DeviceError as error:
@@ -346,7 +390,7 @@ class Pipeline:
         self._complete(served, job, outputs)
         return True
 
-    def _complete(self, served: _Served, job: _Job, outputs: BatchOutputs) -> None:
+    def _complete(self, served: Served, job: Job, outputs: BatchOutputs) -> None:
         staging = job.staging
         assert staging is not None  # noqa: S101 - it was submitted, so it was staged
         if outputs.is_fatal:
@@ -373,11 +417,13 @@ class Pipeline:
             stale = FrameResult(Status.ERROR, Code.STALE_SLOT, "the slot was no longer that of this frame")
             results = [stale if n in outputs.stale_rows else result for n, result in enumerate(results)]
         self._release(job)
+        if job.shadow is not None:
+            job.shadow.expected = outputs.outputs
         self._finish_done(job, results, outputs.ran_ns)
 
     # -- any thread ------------------------------------------------------------------------------------
 
-    def _finish_done(self, job: _Job, row_results: Sequence[FrameResult], ran_ns: int) -> None:
+    def _finish_done(self, job: Job, row_results: Sequence[FrameResult], ran_ns: int) -> None:
         staging, now_ns = job.staging, self._clock()
         assert staging is not None  # noqa: S101 - only staged batches get here
         done = Done(
@@ -400,18 +446,23 @@ class Pipeline:
         )
         self._finish(job, fitted(done, self._stager.limits))
 
-    def _fail(self, job: _Job, code: str, message: str) -> None:
+    def _fail(self, job: Job, code: str, message: str) -> None:
         self._finish(job, Failed(job.batch.batch, str(code), message))
 
-    def _finish(self, job: _Job, message: Done | Failed) -> None:
+    def _finish(self, job: Job, message: Done | Failed) -> None:
         job.staging = None  # a loop may hold the job until its next: what it was staged from is free now
         with self._lock:
             # A number can come again (another broker) while the old batch is still inside.
             if self._jobs.get(job.batch.batch) is job:
                 del self._jobs[job.batch.batch]
         self._say(BatchFinished(message))
+        if self._compared_with and job.batch.batch in self._compared_with:
+            version = self._compared_with.pop(job.batch.batch)
+            key = ModelKey(job.batch.model, version)
+            # Behind what has come meanwhile. Without a copy it tells that nothing was compared.
+            self._to_device.put(job.shadow or Shadow(job.batch.batch, key, "", 0, (), ()))
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: Job) -> None:
         if job.staging is not None and job.staging.batch is not None and job.staging.is_pooled:
             self._pool.give_back(job.staging.batch)
 

@@ -29,11 +29,12 @@ import zmq
 
 from headrace import addresses
 from headrace.clients.sockets import Context, Link, Role, Waker
-from headrace.errors import ConfigError, HeadraceError, RemoteProtocolError, UnreachableError
+from headrace.errors import Code, ConfigError, HeadraceError, RemoteProtocolError, UnreachableError
 from headrace.exit_codes import ExitCode
 from headrace.protocol import codec
 from headrace.protocol.messages import Batch, Limits, ModelSpec
 from headrace.workers import worker_events as ev
+from headrace.workers.engine import ModelKey
 from headrace.workers.model_cache import FetchError, ModelCache, StoppedError
 from headrace.workers.model_fetch import ControlChunks
 from headrace.workers.worker_session import WorkerSession
@@ -62,6 +63,9 @@ class Runner(Protocol):
 
     def use_limits(self, limits: Limits) -> None: ...
     def load(self, models: tuple[ModelSpec, ...], files: dict[str, str]) -> None: ...
+    def load_beside(self, spec: ModelSpec, files: dict[str, str]) -> None: ...
+    def unload(self, key: ModelKey) -> None: ...
+    def compare(self, batch: int, version: str) -> None: ...
     def run(self, batch: Batch) -> None: ...
     def drop(self, number: int) -> None: ...
     def close(self, timeout_s: float = ...) -> None: ...
@@ -194,7 +198,7 @@ class WorkerShell:
 
     # -- actions ---------------------------------------------------------------------------------------
 
-    def _carry_out(self, action: ev.Action) -> None:
+    def _carry_out(self, action: ev.Action) -> None:  # noqa: C901 - one case per action
         match action:
             case ev.Send(message):
                 if self._link is None or not self._link.send(codec.encode(message)):
@@ -218,6 +222,14 @@ class WorkerShell:
                 names = [f"{spec.name}:{spec.version}" for spec in models]
                 log.info("loading models", models=names)
                 self._pipeline.load(models, files)
+            case ev.LoadBeside(spec, control):
+                log.info("loading a model beside the others", model=f"{spec.name}:{spec.version}")
+                self._help("fetch", lambda: self._fetch_beside(spec, control))
+            case ev.UnloadModel(name, version):
+                log.info("unloading a model", model=f"{name}:{version}")
+                self._pipeline.unload(ModelKey(name, version))
+            case ev.CompareBatch(number, version):
+                self._pipeline.compare(number, version)
             case ev.Report(level, name, values):
                 getattr(log, level)(name, **values)
             case ev.Exit():
@@ -283,6 +295,17 @@ class WorkerShell:
         except (FetchError, zmq.ZMQError) as error:
             return ev.FetchFailed(models, str(error))
         return ev.ModelsFetched(models, files)
+
+    def _fetch_beside(self, spec: ModelSpec, control: str) -> ev.Event | None:
+        fetched = self._fetch((spec,), control)
+        match fetched:
+            case ev.ModelsFetched(_, files):
+                self._pipeline.load_beside(spec, files)
+                return None
+            case ev.FetchFailed(_, reason) | ev.LoadFailed(_, reason):
+                return ev.BesideFailed(spec, Code.LOAD_FAILED, f"its files could not be had: {reason}")
+            case _:
+                return None
 
     def _close(self) -> None:
         self._is_stopping.set()

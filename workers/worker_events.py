@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from headrace.protocol.messages import (
     Batch,
+    Compared,
     Done,
     Endpoints,
     Failed,
@@ -97,6 +98,30 @@ class LoadFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class BesideLoaded:
+    """A model was loaded, tested and measured beside those that serve."""
+
+    spec: ModelSpec
+    profile: ModelProfile
+
+
+@dataclass(frozen=True, slots=True)
+class BesideFailed:
+    """A model that was to be loaded beside the others could not be had, or can't be served."""
+
+    spec: ModelSpec
+    code: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BatchCompared:
+    """A batch was run on another version too, or was not."""
+
+    message: Compared
+
+
+@dataclass(frozen=True, slots=True)
 class BatchFinished:
     """The pipeline is through with a batch, in whatever way."""
 
@@ -139,6 +164,9 @@ Event: TypeAlias = (
     | FetchFailed
     | ModelsLoaded
     | LoadFailed
+    | BesideLoaded
+    | BesideFailed
+    | BatchCompared
     | BatchFinished
     | EngineFailed
     | FiguresTaken
@@ -199,6 +227,30 @@ class LoadModels:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadBeside:
+    """Get the files of a model from ``control`` and load it while batches run on the others."""
+
+    spec: ModelSpec
+    control: str
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadModel:
+    """Let go of a model; no batch in the pipeline needs it."""
+
+    name: str
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class CompareBatch:
+    """Run the batch that comes next on another version of its model too, once it is finished."""
+
+    batch: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunBatch:
     """Stage, run and post-process a batch; exactly one BatchFinished will tell of it."""
 
@@ -237,6 +289,9 @@ Action: TypeAlias = (
     | UseLimits
     | FetchModels
     | LoadModels
+    | LoadBeside
+    | UnloadModel
+    | CompareBatch
     | RunBatch
     | DropBatch
     | Report

@@ -37,22 +37,25 @@ from headrace.protocol.messages import (
     PROTOCOL_VERSION,
     Batch,
     Cancel,
+    Compare,
     Discover,
     Done,
     Endpoints,
     Failed,
     Goodbye,
     Heartbeat,
+    Load,
     Message,
-    ModelProfile,
     ModelSpec,
     Ready,
     Refused,
     Setup,
     Telemetry,
+    Unload,
     WorkerHello,
 )
 from headrace.workers import worker_events as ev
+from headrace.workers.model_shelf import ModelShelf
 from headrace.workers.worker_events import Action, Event
 
 MS = 1_000_000
@@ -113,8 +116,7 @@ class WorkerSession:
         self._attempts = 0
         self._setup: Setup | None = None
         self._busy_with: tuple[ModelSpec, ...] | None = None  # being fetched or loaded
-        self._loaded: tuple[ModelSpec, ...] | None = None
-        self._profiles: tuple[ModelProfile, ...] = ()
+        self._shelf = ModelShelf()
         self.in_flight: set[int] = set()
         self._cancelled: set[int] = set()  # of those in flight: the broker counts their slots as free
         self._orphans: set[int] = set()  # batches of an earlier boot, still in the pipeline
@@ -166,7 +168,7 @@ class WorkerSession:
 
     # -- events ---------------------------------------------------------------------------------------
 
-    def _take(self, event: Event, now_ns: int, out: list[Action]) -> None:
+    def _take(self, event: Event, now_ns: int, out: list[Action]) -> None:  # noqa: C901 - one case per event
         match event:
             case ev.Started():
                 self._lonely_since_ns = now_ns
@@ -186,6 +188,8 @@ class WorkerSession:
                 self._take_unreadable(code, reason, out)
             case ev.ModelsFetched() | ev.FetchFailed() | ev.ModelsLoaded() | ev.LoadFailed():
                 self._take_preparation(event, now_ns, out)
+            case ev.BesideLoaded() | ev.BesideFailed() | ev.BatchCompared():
+                self._take_beside(event, now_ns, out)
             case ev.BatchFinished(message):
                 self._finish(message, now_ns, out)
             case ev.EngineFailed(exit_code, reason):
@@ -206,6 +210,9 @@ class WorkerSession:
                 self._set_up(message, now_ns, out)
             case Batch():
                 self._take_batch(message, now_ns, out)
+            case Load() | Unload() | Compare():
+                if self.state is State.SERVING:
+                    self._take_order(message, now_ns, out)
             case Cancel(batch):
                 if batch in self.in_flight:
                     self._cancelled.add(batch)
@@ -357,13 +364,15 @@ class WorkerSession:
             return
         if self.in_flight or self._orphans or self._busy_with is not None:
             return
-        if self._loaded == self._setup.models:
+        profiles = self._shelf.profiles_of(self._setup.models)
+        if profiles is not None:
             self.state = State.SERVING
             self._attempts = 0
-            ready = Ready(self.hello.worker, self.hello.instance, self._settings.slots, self._profiles)
+            out.extend(self._shelf.drop_all_but(self._setup.models))
+            ready = Ready(self.hello.worker, self.hello.instance, self._settings.slots, profiles)
             self._send(ready, now_ns, out)
-            out.append(ev.Report("info", "ready", {"models": len(self._profiles)}))
-        else:
+            out.append(ev.Report("info", "ready", {"models": len(profiles)}))
+        elif not self._shelf.is_loading:
             self._busy_with = self._setup.models
             out.append(ev.FetchModels(self._setup.models, self._control))
 
@@ -375,7 +384,7 @@ class WorkerSession:
     ) -> None:
         match event:
             case ev.ModelsFetched(models, files):
-                self._loaded = None  # from here on the engine has neither the old models nor the new
+                self._shelf.clear()  # from here on the engine has neither the old models nor the new
                 out.append(ev.LoadModels(models, files))
             case ev.FetchFailed(_, reason):
                 self._busy_with = None
@@ -383,12 +392,26 @@ class WorkerSession:
                     self._lose_link(f"models not fetched: {reason}", now_ns, out)
             case ev.ModelsLoaded(models, profiles):
                 self._busy_with = None
-                self._loaded, self._profiles = models, profiles
+                self._shelf.fill(models, profiles)
                 self._prepare(now_ns, out)
             case ev.LoadFailed(exit_code, reason):
                 if self.state in KNOWN:
                     self._send(Goodbye(reason[:200]), now_ns, out)
                 self._exit(exit_code, reason, out)
+
+    def _take_order(self, message: Load | Unload | Compare, now_ns: int, out: list[Action]) -> None:
+        ordered, answer = self._shelf.order(message, self._control)
+        out.extend(ordered)
+        if answer is not None:
+            self._send(answer, now_ns, out)
+
+    def _take_beside(
+        self, event: ev.BesideLoaded | ev.BesideFailed | ev.BatchCompared, now_ns: int, out: list[Action]
+    ) -> None:
+        answer = event.message if isinstance(event, ev.BatchCompared) else self._shelf.take(event)
+        if self.state is State.SERVING:  # a broker that has met us anew asks again
+            self._send(answer, now_ns, out)
+        self._prepare(now_ns, out)
 
     def _tell_figures(self, figures: dict[str, float], now_ns: int, out: list[Action]) -> None:
         # Those that find no broker go untold: the next follow in seconds.

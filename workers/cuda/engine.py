@@ -87,6 +87,8 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
     were copied out; once ``fault`` is set no outputs are given any more."""
 
     name = "cuda"
+    #: A graph is captured only while every other thread keeps off the device.
+    loads_beside = False
 
     def __init__(
         self,
