@@ -22,7 +22,7 @@ TOP = 25
 
 def run(*, quick: bool) -> Report:
     """Profile the broker under each size and lane."""
-    window = Window(0.7, 3.0) if quick else Window(2.0, 15.0)
+    window = Window(0.4, 1.2) if quick else Window(2.0, 15.0)
     rounds: list[dict[str, float]] = []
     functions: dict[str, dict[str, float]] = {}
     for _ in range(1 if quick else 3):

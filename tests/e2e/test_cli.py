@@ -8,6 +8,8 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -181,25 +183,38 @@ def test_idle_processes_end_within_two_seconds(config_path: Path, role: str, num
         assert broker.stop() == ExitCode.OK
 
 
-@pytest.mark.parametrize("role", ["worker", "push", "watch", "status"])
-def test_no_broker_is_said_in_one_line(images: Path, role: str) -> None:
-    """ZMQ-09: an address where nothing answers ends with 69 and names it; a worker goes on trying."""
+@pytest.fixture
+def no_broker() -> Iterator[str]:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # bound, never listening: nobody else gets this port
-        address = f"tcp://127.0.0.1:{unused.getsockname()[1]}"
-        if role == "worker":
-            with hr_cli.Process("worker", "--connect", address, "--device", "emulated") as worker:
-                hr_cli.wait_until(lambda: "worker started" in worker.stderr())
-                assert worker.stop(signal.SIGINT, 2.0) == ExitCode.OK
-            return
-        arguments = {"push": ["push", images], "watch": ["watch"], "status": ["status"]}[role]
-        done = hr_cli.run(*arguments, "--connect", address)
+        yield f"tcp://127.0.0.1:{unused.getsockname()[1]}"
 
-    assert done.returncode == ExitCode.UNAVAILABLE
-    assert done.stdout == ""
-    last_line = done.stderr.strip().splitlines()[-1]
-    assert last_line.startswith("headrace: error: ")
-    assert address in last_line
+
+def test_no_broker_is_said_in_one_line(images: Path, no_broker: str) -> None:
+    """ZMQ-09: where nothing answers, each command ends with 69 and names the address. Each asks for the
+    default time of some seconds: all at once."""
+    roles = {"push": ["push", images], "watch": ["watch"], "status": ["status"], "bench": ["bench"]}
+    with ThreadPoolExecutor(len(roles)) as pool:
+        runs = {
+            role: pool.submit(hr_cli.run, *arguments, "--connect", no_broker)
+            for role, arguments in roles.items()
+        }
+
+    for role, run in runs.items():
+        done = run.result()
+        assert done.returncode == ExitCode.UNAVAILABLE, role
+        assert done.stdout == "", role
+        (line,) = done.stderr.strip().splitlines()
+        assert line.startswith("headrace: error: "), role
+        assert no_broker in line
+        assert "`headrace up`" in line
+
+
+def test_a_worker_without_a_broker_goes_on_trying(no_broker: str) -> None:
+    """Until it is told to end."""
+    with hr_cli.Process("worker", "--connect", no_broker, "--device", "emulated") as worker:
+        hr_cli.wait_until(lambda: "worker started" in worker.stderr())
+        assert worker.stop(signal.SIGINT, 2.0) == ExitCode.OK
 
 
 def test_a_broker_listens_on_loopback_only(config_path: Path) -> None:

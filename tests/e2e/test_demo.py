@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import hr_video
 import pytest
@@ -35,9 +34,16 @@ def run_demo(*arguments: str, cpus: int = 2) -> tuple[subprocess.CompletedProces
     return done, json.loads(done.stdout.splitlines()[-1])
 
 
-def test_every_frame_of_three_cameras_is_accounted_for(tmp_path):
+@pytest.fixture(scope="module")
+def slow_demo(tmp_path_factory):
+    """Five frames of each camera, which is less than one CPU can do: how it ended, its JSON, its folder."""
+    folder = tmp_path_factory.mktemp("demo")
+    return *run_demo("--seconds", "5", "--fps", "1", "--out", str(folder)), folder
+
+
+def test_every_frame_of_three_cameras_is_accounted_for(slow_demo):
     """Must-show 1 and 2: exit 0, three size classes used, results for all, videos with their times."""
-    done, report = run_demo("--seconds", "5", "--fps", "1", "--out", str(tmp_path))
+    done, report, _ = slow_demo
 
     assert done.returncode == 0, done.stderr
     assert report["problems"] == []
@@ -61,13 +67,13 @@ def test_every_frame_of_three_cameras_is_accounted_for(tmp_path):
         assert max(times) < 5
 
 
-def test_boxes_are_found_where_the_captions_are(tmp_path):
+def test_boxes_are_found_where_the_captions_are(slow_demo):
     """Each camera burns its name into the lower left corner: the boxes drawn are there."""
-    _, report = run_demo("--seconds", "3", "--fps", "1", "--out", str(tmp_path))
+    _, report, folder = slow_demo
 
     for stream, counts in report["streams"].items():
         assert counts["boxes"] >= counts["outcomes"]["ok"]
-        *_, last = open_source(str(Path(tmp_path) / f"{stream}.mp4")).frames()
+        *_, last = open_source(str(folder / f"{stream}.mp4")).frames()
         height, width = last.image.shape[:2]
         red, green, blue = (last.image[..., channel].astype(int) for channel in range(3))
         is_box = (green > 140) & (green - red > 70) & (green - blue > 50)
@@ -77,9 +83,9 @@ def test_boxes_are_found_where_the_captions_are(tmp_path):
 
 def test_overload_supersedes_and_still_adds_up(tmp_path):
     """Native rate is more than one CPU can do: the latest frames win, and nothing is unaccounted for."""
-    done, report = run_demo("--seconds", "4", "--fps", "native", "--out", str(tmp_path), cpus=1)
+    done, report = run_demo("--seconds", "3", "--fps", "native", "--out", str(tmp_path), cpus=1)
 
     assert done.returncode == 0, done.stderr
     assert report["outcomes"]["superseded"] > 0
-    assert report["frames_sent"] > 200
+    assert report["frames_sent"] > 150
     assert report["accepted"] == sum(report["outcomes"][status] for status in ACCEPTED)

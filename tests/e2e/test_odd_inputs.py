@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
-from hr_processes import BrokerProcess, Processes, check_account, emulated_config
+from hr_processes import LIMIT_S, BrokerProcess, Processes, Running, check_account, emulated_config
 
 from headrace.exit_codes import ExitCode
 
@@ -26,9 +27,10 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
         assert "Traceback" not in broker.running.stderr
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of files that are not what their names say."""
+    tmp_path = tmp_path_factory.mktemp("odd")
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "text.mp4").write_text("not a video\n")
     (tmp_path / "noise.jpg").write_bytes(np.random.default_rng(1).bytes(1_000))
@@ -40,6 +42,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 LONG = "x" * 200
+
+#: Commands at a time.
+AT_ONCE = 3
 
 CASES = {
     "push-empty-file": ("push empty.mp4 --connect FRAMES", ExitCode.FAILED, "empty.mp4 is not a video"),
@@ -73,21 +78,32 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("line", "code", "words"), CASES.values(), ids=CASES.keys())
-def test_odd_input_is_answered_in_one_line(
-    broker: BrokerProcess, folder: Path, tmp_path: Path, line: str, code: ExitCode, words: str
-) -> None:
-    """Exit code of the kind, the reason in the last line, no traceback, and no broker is the worse for it."""
+@pytest.fixture(scope="module")
+def runs(broker: BrokerProcess, folder: Path) -> Iterator[dict[str, Future[tuple[Running, int]]]]:
+    """Every command, run to its end: a few at a time, as some of them wait for an answer that never comes."""
     picture = folder / "picture.png"
     picture.write_bytes(_png())
     config = folder / "broker.toml"
     config.write_text(emulated_config())
     names = {name.upper(): address for name, address in broker.endpoints.items() if isinstance(address, str)}
     names |= {"PICTURE": str(picture), "CONFIG": str(config)}
-    arguments = [names.get(word, word) for word in line.split(" ")]
-    with Processes(tmp_path) as processes:
-        running = processes.start(*arguments, cwd=folder, env={"HEADRACE_CACHE": str(tmp_path / "cache")})
-        ended = running.wait()
+
+    with Processes(folder) as processes, ThreadPoolExecutor(AT_ONCE) as pool:
+
+        def run(line: str) -> tuple[Running, int]:
+            arguments = [names.get(word, word) for word in line.split(" ")]
+            running = processes.start(*arguments, cwd=folder, env={"HEADRACE_CACHE": str(folder / "cache")})
+            return running, running.wait()
+
+        yield {name: pool.submit(run, line) for name, (line, _, _) in CASES.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_odd_input_is_answered_in_one_line(runs: dict[str, Future[tuple[Running, int]]], name: str) -> None:
+    """Exit code of the kind, the reason in the last line, no traceback, and no broker is the worse for it."""
+    _, code, words = CASES[name]
+
+    running, ended = runs[name].result(LIMIT_S)
 
     output = [*running.stdout, *running.stderr.splitlines()]
     assert ended == code, running.text()

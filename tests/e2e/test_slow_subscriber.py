@@ -37,13 +37,13 @@ CONFIG = emulated_config(
 )
 
 
-def push_at_a_steady_rate(producer: headrace.Producer, stream: str) -> None:
-    """Push FRAMES_COUNT frames at PUSHED_PER_S, each at its own time."""
+def push_at_a_steady_rate(producer: headrace.Producer, stream: str, per_s: float = PUSHED_PER_S) -> None:
+    """Push FRAMES_COUNT frames at a rate, each at its own time."""
     producer.wait_connected(LIMIT_S)  # from then on it knows how large meta may be
     pace = threading.Event()
     began_s = time.monotonic()
     for number in range(FRAMES_COUNT):
-        pace.wait(max(0.0, began_s + number / PUSHED_PER_S - time.monotonic()))
+        pace.wait(max(0.0, began_s + number / per_s - time.monotonic()))
         producer.push(IMAGE, stream=stream, meta={"ballast": BALLAST}, timeout=LIMIT_S)
 
 
@@ -119,7 +119,7 @@ def test_a_subscriber_slower_for_a_while_gets_everything_when_the_broker_keeps_i
             headrace.Subscriber(broker.address, stream="cam", max_queued=8) as late,
             headrace.Producer(broker.address) as producer,
         ):
-            push_at_a_steady_rate(producer, "cam")
+            push_at_a_steady_rate(producer, "cam", 800)
             producer.flush(LIMIT_S)
             items = [late.get(timeout=LIMIT_S) for _ in range(FRAMES_COUNT)]
             fetched_count = late.account.fetched

@@ -35,7 +35,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[hp.Plant]:
     pixels = hp.onnx_model(
         folder, hr_models.pixels(), SMALL, LARGE, name="pixels", image=ImageInput(pad_value=PAD)
     )
-    with hp.running_plant(folder, mean, pixels) as running:
+    with hp.running_plant(folder, mean, pixels, core={"stream_stale_ms": 300}) as running:
         yield running
 
 

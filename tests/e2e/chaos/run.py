@@ -323,7 +323,7 @@ class Chaos:
             self._bring_back(member)
         self._wait(self._is_whole, START_LIMIT_S, "all to be connected after the last fault")
         self.broker_ready_ns = time.monotonic_ns()
-        self._run_until(time.monotonic() + HEALTHY_S)
+        self._run_until(time.monotonic() + min(HEALTHY_S, self.seconds / 4))
         # A frame that kills its worker may just have come: it counts, and must not look like a failed stop.
         self._wait(self._is_whole, START_LIMIT_S, "all to be connected before the end")
 

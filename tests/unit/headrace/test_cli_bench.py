@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import click
@@ -10,7 +11,7 @@ import pytest
 import structlog
 from hr_bench import PLAN, Played
 
-from headrace import cli
+from headrace import addresses, cli
 from headrace.cli.bench import _pool_text, _Progress
 from headrace.cli.bench_options import Pool, build_plan, parse_priorities, parse_rates, parse_sizes
 from headrace.cli.progress import ProgressLine
@@ -189,9 +190,14 @@ def test_a_size_larger_than_every_class_is_noted(
     ],
 )
 def test_a_wrong_command_line_is_told_in_one_line(
-    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    words: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Before anything is connected or measured."""
+    monkeypatch.setattr(addresses, "discover", partial(addresses.discover, timeout_s=0.2))
+
     code = cli.run(["bench", *arguments])
 
     assert code == (ExitCode.UNAVAILABLE if "--connect" in arguments else ExitCode.USAGE)
