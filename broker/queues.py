@@ -83,7 +83,7 @@ class _Index:
 
     def pop(self, entry: _Entry) -> None:
         """Remove the entry that peek() has just returned."""
-        if self._line and self._line[0] is entry:
+        if self._line and self._line[0] == entry:  # equal is the same: no two entries have one ticket
             self._line.popleft()
         else:
             heapq.heappop(self._heap)

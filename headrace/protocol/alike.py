@@ -32,8 +32,8 @@ _SHARED: Final = frozenset(
 )  # fmt: skip
 
 #: Bounds of what is remembered: beyond the one all is forgotten, larger than the other is read anew.
-MAX_KNOWN: Final = 1_024
-MAX_KNOWN_BYTES: Final = 1_024
+MAX_KNOWN = 1_024
+MAX_KNOWN_BYTES = 1_024
 
 
 class Alike:

@@ -100,7 +100,7 @@ _inline_frames: Final = ColumnWriter(_FRAME_FIELDS, trees=["meta"])
 _shm_frames: Final = ColumnWriter((*_FRAME_FIELDS, *_SHM_FIELDS), trees=["meta"])
 _results: Final = ColumnWriter(_RESULT_FIELDS, trees=["outputs"])
 _outcomes: Final = ColumnWriter(_OUTCOME_FIELDS, trees=["meta", "outputs"])
-_alike: Final = Alike()
+_alike = Alike()
 
 
 # -- writing -----------------------------------------------------------------------------------------

@@ -251,7 +251,7 @@ def bad_frame(entry: object, error: RemoteProtocolError, limits: Limits) -> BadF
 
 
 def read_frame(  # noqa: C901 - one branch a field, in the open: calls are what costs here
-    entry: dict[Any, Any], part: Buffer | None, limits: Limits, is_from_broker: bool = False
+    entry: object, part: Buffer | None, limits: Limits, is_from_broker: bool = False
 ) -> Frame:
     if type(entry) is not dict:
         raise bad_field("a frame", "a map", entry)

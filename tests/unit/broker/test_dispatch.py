@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from math import ceil
@@ -12,7 +12,7 @@ import pytest
 
 from headrace.broker import actions as act
 from headrace.broker import worker_pool
-from headrace.broker.batching import ClassView, LookAgain, WindowPolicy
+from headrace.broker.batching import ClassView, LookAgain
 from headrace.broker.settings import ClassPolicy
 from headrace.protocol.messages import Frame, Keep, SizeClassSpec
 
@@ -487,12 +487,18 @@ class TestWorkers:
     ) -> None:
         """Only an event can then change the answer."""
 
-        class Never(WindowPolicy):
+        class Never:
+            is_looking_ahead = is_learning = False
+            window_ns, size_limit = 0, None
+
             def decide(self, _view: ClassView, _now_ns: int) -> LookAgain:
                 return LookAgain(at_ns)
 
+            def observe(self, _latencies_ns: Sequence[int], _ran_ns: int, *, found_idle: bool) -> None:
+                """It learns nothing."""
+
         driver.join_worker()
-        driver.core.models.classes[0].policy = Never(0, 0)
+        driver.core.models.classes[0].policy = Never()
         driver.push(hr.frame())
         driver.tick()
 
