@@ -125,9 +125,9 @@ def test_twice_the_load_keeps_the_goodput_and_the_urgent_frames(tmp_path: Path) 
         hf.start_workers(processes, broker, 1, "--slots", 1)
         idle = hf.memory_bytes(broker.pid)
         while len(rounds) < 3 and not (rounds and rounds[-1].is_good):
-            half = offer(broker.address, CAPACITY * 0.5, 5.0)
-            full = offer(broker.address, CAPACITY * 1.0, 5.0)
-            rounds.append(Round(half, full, offer(broker.address, CAPACITY * 2.0, 6.0)))
+            half = offer(broker.address, CAPACITY * 0.5, 4.0)
+            full = offer(broker.address, CAPACITY * 1.0, 3.0)
+            rounds.append(Round(half, full, offer(broker.address, CAPACITY * 2.0, 5.0)))
         status = broker.wait_drained()
         grown = hf.memory_bytes(broker.pid, "VmHWM") - idle
 

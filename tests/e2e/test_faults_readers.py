@@ -56,7 +56,7 @@ class Feed:
 )
 def test_the_latest_result_is_never_old(tmp_path: Path, adapter: str, case: str) -> None:
     """ZMQ-03, VID-02: 50 results a second, a reader of 5 a second in mode latest, with the smallest broker
-    queue: what it reads after four seconds is as fresh as at the start, and it is told what it skipped."""
+    queue: what it reads after some seconds is as fresh as at the start, and it is told what it skipped."""
     config = hf.config(base_ms=1, max_batch_size=1, broker={"results_queue_messages": 2})
     with Processes(tmp_path) as processes:
         broker = processes.broker(config.replace("hr_fault_hooks:answer", f"hr_fault_hooks:{adapter}"))
@@ -65,7 +65,7 @@ def test_the_latest_result_is_never_old(tmp_path: Path, adapter: str, case: str)
             headrace.Subscriber(broker.address, stream="s", mode="latest") as subscriber,
             Feed(broker.address, 0.02) as feed,
         ):
-            ages_s = read_slowly(subscriber, seconds=4.0)
+            ages_s = read_slowly(subscriber, seconds=2.5)
             account = subscriber.account
 
     assert max(ages_s[5:]) < 0.5, (case, ages_s)
@@ -83,7 +83,7 @@ def test_a_reader_of_everything_sees_how_far_it_is_behind(tmp_path: Path) -> Non
             headrace.Subscriber(broker.address, stream="s", max_queued=8) as subscriber,
             Feed(broker.address, 0.02),
         ):
-            ages_s = read_slowly(subscriber, seconds=3.0)
+            ages_s = read_slowly(subscriber, seconds=2.2)
             account = subscriber.account
 
     assert ages_s[-1] > 1.0

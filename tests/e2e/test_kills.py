@@ -53,7 +53,7 @@ def in_mid_run(broker: BrokerProcess, finished_count: int) -> Status:
 
 def test_killing_a_worker_loses_no_frame_and_repeats_none(tmp_path: Path) -> None:
     """Must-show 7, PRC-01: kill -9 one of two workers under load; producer and subscriber count each once."""
-    count = 600
+    count = 320
     with Processes(tmp_path) as processes:
         broker = processes.broker(CONFIG)
         doomed, _ = processes.workers(broker, 2)
@@ -86,7 +86,7 @@ def test_killing_a_worker_loses_no_frame_and_repeats_none(tmp_path: Path) -> Non
 def test_killing_the_broker_loses_no_frame_and_repeats_none(tmp_path: Path) -> None:
     """Must-show 7: kill -9 the broker under load and start it on the same ports: every frame of two
     producers ends, and each of two subscribers gets each once, or is told which it can't have."""
-    count = 600
+    count = 320
     with Processes(tmp_path) as processes:
         broker = processes.broker(CONFIG)
         processes.workers(broker, 2)
@@ -167,7 +167,7 @@ def test_a_producer_waits_for_a_broker_that_comes_late(tmp_path: Path) -> None:
 
 def test_a_broker_killed_again_and_again_still_ends_every_frame(tmp_path: Path) -> None:
     """Three kills in one run: frames are sent again each time, and each is seen once."""
-    count, kills = 800, 3
+    count, kills = 500, 3
     with Processes(tmp_path) as processes:
         broker = processes.broker(CONFIG)
         processes.workers(broker, 2)
