@@ -122,6 +122,10 @@ class Link:
         """Tell whether something can be received now, or the connection's end be read."""
         return bool((_events_of(self.socket) | _events_of(self.monitor)) & zmq.POLLIN)
 
+    def has_message(self) -> bool:
+        """Tell whether something can be received now; the connection's end is another matter."""
+        return bool(_events_of(self.socket) & zmq.POLLIN)
+
     def is_lost(self) -> bool:
         """Read the monitor; tell whether the connection has gone (or was never made)."""
         # Not monitor.poll(0), for which pyzmq makes a poller each time.

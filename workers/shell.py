@@ -140,18 +140,18 @@ class WorkerShell:
     def _turn(self) -> None:
         with self._turn_lock:
             timeout_ms = self._poll_ms()
-        ready = self._poller.poll(timeout_ms)
-        if ready and ready[0][0] == self._waker.fileno():
+        ready = {descriptor for descriptor, _ in self._poller.poll(timeout_ms)}
+        if self._waker.fileno() in ready:
             self._waker.drain()
         with self._turn_lock:
-            self._read_link()
+            self._read_link(ready)
             self._read_events()
             self._feed(ev.Tick())
 
     def _poll_ms(self) -> int:
         """Return how long to sleep, and note it: who changes that has to wake the thread."""
         self._asleep_until_ns = wake_ns = self._session.next_wakeup_ns()
-        if not self._events.empty() or (self._link is not None and self._link.has_input()):
+        if not self._events.empty() or (self._link is not None and self._link.has_message()):
             return 0
         if wake_ns is None:
             return MAX_POLL_MS
@@ -160,18 +160,21 @@ class WorkerShell:
 
     def _must_wake(self) -> bool:
         """Tell whether the I/O thread has something to do before what it sleeps for."""
-        if self._exit is not None or self._link is None or self._link.has_input():
+        if self._exit is not None or self._link is None or self._link.has_message():
             return True
         wake_ns = self._session.next_wakeup_ns()
         return wake_ns is not None and (self._asleep_until_ns is None or wake_ns < self._asleep_until_ns)
 
-    def _read_link(self) -> None:
+    def _read_link(self, ready: set[int]) -> None:
+        """Read what has come, and the connection's end behind it, of which the descriptor of the monitor
+        tells until it is read."""
         for _ in range(MAX_MESSAGES_PER_TURN):
             if self._link is None or self._exit is not None:
                 return
-            parts = self._link.receive_shared()
+            # Asked first: that there is nothing costs an exception to learn from receiving.
+            parts = self._link.receive_shared() if self._link.has_message() else None
             if parts is None:
-                if self._link.is_lost():
+                if self._link.descriptors()[1] in ready and self._link.is_lost():
                     self._feed(ev.LinkLost("the connection was closed"))
                 return
             try:
