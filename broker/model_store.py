@@ -1,14 +1,15 @@
 """The model files that this broker hands to workers, found by sha256.
 
-The files are opened once, at start, and served from those descriptors: a file replaced on disk (rename)
-goes on being served as it was when its hash was taken. One that is overwritten in place is noticed by its
-time and size and no longer served. Workers check the hash of what they got in any case.
+The files are opened once, at start or for a reload, and served from those descriptors: a file replaced on
+disk (rename) goes on being served as it was when its hash was taken. One that is overwritten in place is
+noticed by its time and size and no longer served. Workers check the hash of what they got in any case.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -35,12 +36,22 @@ class _OpenFile:
     modified_ns: int
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedFiles:
+    """The files of one version of a model, opened and hashed, in nobody's hands yet."""
+
+    files: tuple[ModelFile, ...]
+    by_sha256: dict[str, _OpenFile]
+    gpu_files: tuple[ModelFile, ...] = ()
+
+
 class ModelStore:
-    """Open files by sha256. A context manager: leaving it closes them."""
+    """Open files by sha256. A context manager: leaving it closes them. ``read`` may be called from any
+    thread, all else from the one that owns the store."""
 
     def __init__(self) -> None:
         self._files: dict[str, _OpenFile] = {}
-        self._models: dict[tuple[str, str], tuple[ModelFile, ...]] = {}
+        self._models: dict[tuple[str, str], OpenedFiles] = {}
 
     @classmethod
     def open(cls, models: tuple[LocalModel, ...]) -> Self:
@@ -48,7 +59,9 @@ class ModelStore:
         store = cls()
         try:
             for model in models:
-                store._models[(model.name, model.version)] = store._open_model(model)
+                opened = store.read(model)
+                store._models[(model.name, model.version)] = opened
+                store._take(opened)
         except BaseException:
             store.close()
             raise
@@ -74,12 +87,13 @@ class ModelStore:
         models = []
         for model in settings.models:
             spec = model.spec
-            files = self._models.get((spec.name, spec.version), spec.files)
+            opened = self._models.get((spec.name, spec.version), OpenedFiles(spec.files, {}, spec.gpu_files))
+            files, gpu_files = opened.files, opened.gpu_files
             if not files and spec.emulated is None:
                 raise ConfigError(
                     f"model {spec.name}:{spec.version}: no file given; set its path, or emulated = {{...}}"
                 )
-            models.append(replace(model, spec=replace(spec, files=files)))
+            models.append(replace(model, spec=replace(spec, files=files, gpu_files=gpu_files)))
         return replace(settings, models=tuple(models))
 
     def read_chunk(self, sha256: str, offset: int, nbytes: int) -> tuple[bytes, int]:
@@ -97,36 +111,59 @@ class ModelStore:
             )
         return os.pread(file.descriptor, min(nbytes, MAX_CHUNK_BYTES), offset), file.nbytes
 
-    def _open_model(self, model: LocalModel) -> tuple[ModelFile, ...]:
+    def read(self, model: LocalModel) -> OpenedFiles:
+        """Open and hash the files of a model. Raises ModelError naming the one that can't be used."""
         folder = model.path.parent.resolve()
-        files = []
-        for path in (model.path, *model.extra_files):
-            inside = path.parent.resolve() / path.name
-            if not inside.is_relative_to(folder):
-                raise ModelError(
-                    f"model {model.name}: {path} does not lie in {folder}, the folder of its graph"
-                )
-            files.append(self._open_file(model, path, inside.relative_to(folder).as_posix()))
-        return tuple(files)
+        lists: list[list[ModelFile]] = [[], []]
+        opened: dict[str, _OpenFile] = {}
+        try:
+            for paths, files in zip(((model.path, *model.extra_files), model.gpu_files), lists, strict=True):
+                for path in paths:
+                    files.append(_open_file(model, path, _name_in(folder, model, path), opened))
+        except BaseException:
+            for file in opened.values():
+                os.close(file.descriptor)
+            raise
+        return OpenedFiles(tuple(lists[0]), opened, tuple(lists[1]))
 
-    def _open_file(self, model: LocalModel, path: Path, name: str) -> ModelFile:
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise ModelError(f"model {model.name}: {path} can't be opened: {error.strerror}") from error
-        try:
-            sha256, status = _hash(path, descriptor)
-        except OSError as error:
-            os.close(descriptor)
-            raise ModelError(f"model {model.name}: {path} can't be read: {error.strerror}") from error
-        if sha256 in self._files:
-            os.close(descriptor)
-        elif status.st_size == 0:
-            os.close(descriptor)
-            raise ModelError(f"model {model.name}: {path} is empty")
-        else:
-            self._files[sha256] = _OpenFile(path, descriptor, status.st_size, status.st_mtime_ns)
-        return ModelFile(name, sha256, status.st_size)
+    def adopt(self, opened: OpenedFiles, wanted: Collection[str]) -> None:
+        """Serve these files from now on; of the others only those whose hash is ``wanted``."""
+        for sha256 in [one for one in self._files if one not in wanted and one not in opened.by_sha256]:
+            os.close(self._files.pop(sha256).descriptor)
+        self._take(opened)
+
+    def _take(self, opened: OpenedFiles) -> None:
+        for sha256, file in opened.by_sha256.items():
+            if sha256 in self._files:
+                os.close(self._files[sha256].descriptor)  # the newer one may lie where it lasts longer
+            self._files[sha256] = file
+
+
+def _name_in(folder: Path, model: LocalModel, path: Path) -> str:
+    inside = path.parent.resolve() / path.name
+    if not inside.is_relative_to(folder):
+        raise ModelError(f"model {model.name}: {path} does not lie in {folder}, the folder of its graph")
+    return inside.relative_to(folder).as_posix()
+
+
+def _open_file(model: LocalModel, path: Path, name: str, opened: dict[str, _OpenFile]) -> ModelFile:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ModelError(f"model {model.name}: {path} can't be opened: {error.strerror}") from error
+    try:
+        sha256, status = _hash(path, descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise ModelError(f"model {model.name}: {path} can't be read: {error.strerror}") from error
+    if sha256 in opened:
+        os.close(descriptor)
+    elif status.st_size == 0:
+        os.close(descriptor)
+        raise ModelError(f"model {model.name}: {path} is empty")
+    else:
+        opened[sha256] = _OpenFile(path, descriptor, status.st_size, status.st_mtime_ns)
+    return ModelFile(name, sha256, status.st_size)
 
 
 def _hash(path: Path, descriptor: int) -> tuple[str, os.stat_result]:

@@ -151,7 +151,7 @@ class Reloads:
             self._fail(model, Code.RELOAD_REFUSED, message, now_ns, actions)
         else:
             reload.spec = replace(
-                model.live, version=version, files=files, size_classes=model.spec.size_classes
+                model.live, version=version, files=files, gpu_files=(), size_classes=model.spec.size_classes
             )
             self._models.name_version(model, version)
             for worker in self._workers.by_peer.values():

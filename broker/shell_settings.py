@@ -22,12 +22,14 @@ MIN_MESSAGE_BYTES = 64 * 1024
 @dataclass(frozen=True, slots=True)
 class LocalModel:
     """The files of one model on the broker's disk. ``extra_files`` are the graph's external weights; they
-    lie in the graph's folder or below it, since the graph names them relative to itself."""
+    lie in the graph's folder or below it, since the graph names them relative to itself. ``gpu_files`` are
+    the graph for a GPU and its weights, in the same folder; empty = the same as everywhere."""
 
     name: str
     version: str
     path: Path
     extra_files: tuple[Path, ...] = ()
+    gpu_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class ShellSettings:
     local_models: tuple[LocalModel, ...] = ()
     shm_folder: Path | None = SHM_FOLDER  # where producers' arenas are; None = the lane is off
     journal: Path | None = None  # published outcomes are kept in this file; None = in memory alone
+    reload_folders: tuple[Path, ...] = ()  # where files for a reload may lie, beside the models' own folders
+
+    def folders_of_models(self) -> tuple[Path, ...]:
+        """Return where files for a reload may be read from."""
+        own = [model.path.parent.resolve() for model in self.local_models]
+        return tuple(dict.fromkeys([*own, *(folder.resolve() for folder in self.reload_folders)]))
 
 
 def check(settings: ShellSettings) -> None:

@@ -27,7 +27,7 @@ that no further batch will come. Only then the process ends.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import assert_never
 
@@ -348,7 +348,8 @@ class WorkerSession:
             self._cancelled.clear()
             self._held.clear()
         self._boot = setup.boot
-        self._setup = setup
+        models = tuple(model.for_engine(self.hello.engine) for model in setup.models)
+        self._setup = replace(setup, models=models)
         self._heartbeat_ns = setup.heartbeat_ms * MS
         self.state = State.PREPARING
         out.append(ev.UseLimits(setup.limits))
@@ -400,6 +401,8 @@ class WorkerSession:
                 self._exit(exit_code, reason, out)
 
     def _take_order(self, message: Load | Unload | Compare, now_ns: int, out: list[Action]) -> None:
+        if isinstance(message, Load):
+            message = Load(message.model.for_engine(self.hello.engine))
         ordered, answer = self._shelf.order(message, self._control)
         out.extend(ordered)
         if answer is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -86,7 +86,8 @@ class ModelSpec:
 
     ``image`` is None for a model that takes plain tensors (no colour, no padding): it has one size
     class per exact shape, named ``tensor``. Empty ``size_classes`` means: the worker finds them in the
-    graph's fixed shape and says so in READY.
+    graph's fixed shape and says so in READY. ``gpu_files`` are what a GPU runs instead of ``files``: the
+    same model in FP16. Empty = the same files everywhere.
     """
 
     name: str
@@ -98,6 +99,13 @@ class ModelSpec:
     adapter: str = "tensors"
     adapter_options: dict[str, Value] = field(default_factory=dict)
     emulated: EmulatedCost | None = None
+    gpu_files: tuple[ModelFile, ...] = ()
+
+    def for_engine(self, engine: str) -> ModelSpec:
+        """Return the model with the files of one engine alone: ``cuda`` runs those for a GPU, if any."""
+        if not self.gpu_files:
+            return self
+        return replace(self, files=self.gpu_files if engine == "cuda" else self.files, gpu_files=())
 
 
 @per_frame(frozen=True, slots=True)

@@ -217,6 +217,7 @@ _MODEL: Final = Schema(
         "adapter": required_name,
         "adapter_options": tree_map,
         "emulated": optional(_EMULATED_COST.reader()),
+        "gpu_files": array_of(_MODEL_FILE.reader(), MAX_MODEL_FILES),
     },
 )
 #: Limits are always sent whole: two releases may differ in their defaults, and must not in their limits.

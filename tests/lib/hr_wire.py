@@ -301,7 +301,14 @@ SAMPLES: dict[str, Message] = {
     "failed": Failed(batch=5, code="batch_failed", message="the session failed"),
     "telemetry": Telemetry("gpu-0", {"gpu_busy_ratio": 0.5, "graph_replays_total/detector:3 small x4": 12.0}),
     "cancel": Cancel(batch=5),
-    "load": Load(ModelSpec("detector", "3-9f86d081", files=(ModelFile("net.onnx", "0f" * 32, 5),))),
+    "load": Load(
+        ModelSpec(
+            "detector",
+            "3-9f86d081",
+            files=(ModelFile("net.onnx", "0f" * 32, 5),),
+            gpu_files=(ModelFile("half.onnx", "ab" * 32, 3),),
+        )
+    ),
     "loaded": Loaded(ModelProfile("detector", "3-9f86d081", _CLASSES, ())),
     "not_loaded": NotLoaded("detector", "3-9f86d081", "load_failed", "the graph has no batch axis"),
     "unload": Unload("detector", "3"),

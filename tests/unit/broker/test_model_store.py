@@ -138,3 +138,18 @@ def test_a_model_without_files_must_be_emulated() -> None:
         assert store.with_files(settings_of(emulated)).models[0].spec == emulated
         with pytest.raises(ConfigError, match="model m:1: no file given"):
             store.with_files(settings_of(ModelSpec("m", "1")))
+
+
+def test_files_for_a_gpu_are_served_beside_the_others(tmp_path: Path) -> None:
+    """A prepared folder has one file for CPUs and one for GPUs; workers can fetch either."""
+    path, half = tmp_path / "model.fp32.onnx", tmp_path / "model.fp16.onnx"
+    path.write_bytes(b"full")
+    half.write_bytes(b"half")
+    local = LocalModel("m", "1", path, gpu_files=(half,))
+
+    with ModelStore.open((local,)) as store:
+        spec = store.with_files(CoreSettings((ModelSettings(ModelSpec("m", "1")),))).models[0].spec
+        chunks = [store.read_chunk(file.sha256, 0, 100)[0] for file in (*spec.files, *spec.gpu_files)]
+
+    assert [file.path for file in (*spec.files, *spec.gpu_files)] == [path.name, half.name]
+    assert chunks == [b"full", b"half"]
