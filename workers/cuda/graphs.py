@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -49,6 +50,22 @@ class Candidate:
     share: float
     singles: tuple[Rows, Rows]
     expected: tuple[Outputs, Outputs]
+
+    @property
+    def io_bytes(self) -> int:
+        return self.bucket.io_bytes
+
+
+class Choosable(Protocol):
+    """What ``choose`` looks at: the part of the expected traffic, and the bytes of inputs and outputs."""
+
+    @property
+    def share(self) -> float: ...
+    @property
+    def io_bytes(self) -> int: ...
+
+
+ChoosableT = TypeVar("ChoosableT", bound=Choosable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,23 +186,23 @@ def alternate(singles: tuple[Rows, Rows], rows: int, start: int) -> Rows:
     return join_rows([singles[(start + row) % 2] for row in range(rows)])
 
 
-def choose(candidates: Sequence[Candidate], budget: Budget) -> tuple[list[Candidate], list[Candidate]]:
+def choose(candidates: Sequence[ChoosableT], budget: Budget) -> tuple[list[ChoosableT], list[ChoosableT]]:
     """Return what to capture, largest first, and what a budget leaves out.
 
     When not all fit, those with the larger share of traffic come first, and of equal ones the larger: it has
     more to lose by the time between its kernels only when it is small, but it bounds the peak rate."""
     left_bytes = None if budget.limit_bytes is None else budget.limit_bytes - budget.used_bytes
-    chosen: list[Candidate] = []
-    left_out: list[Candidate] = []
-    for each in sorted(candidates, key=lambda c: (-c.share, -c.bucket.io_bytes)):
-        cost = each.bucket.io_bytes + ESTIMATED_GRAPH_BYTES
+    chosen: list[ChoosableT] = []
+    left_out: list[ChoosableT] = []
+    for each in sorted(candidates, key=lambda c: (-c.share, -c.io_bytes)):
+        cost = each.io_bytes + ESTIMATED_GRAPH_BYTES
         if left_bytes is not None:
             if cost > left_bytes:
                 left_out.append(each)
                 continue
             left_bytes -= cost
         chosen.append(each)
-    return sorted(chosen, key=lambda c: -c.bucket.io_bytes), left_out
+    return sorted(chosen, key=lambda c: -c.io_bytes), left_out
 
 
 def compare(found: Outputs, expected: Outputs) -> str:

@@ -6,12 +6,15 @@ import dataclasses
 import json
 from pathlib import Path
 
+import hr_models
 import pytest
 from click.testing import CliRunner
 
-from headrace import doctor
+from headrace import config, doctor
 from headrace.cli.doctor import command
 from headrace.doctor import Finding, Gpu, Host, Verdict, examine
+from headrace.doctor_memory import examine_memory
+from headrace.protocol.messages import SizeClassSpec
 
 GPU = Gpu("H200", "13.0", 91900, 100 * 2**30, 139 * 2**30)
 
@@ -74,6 +77,14 @@ def test_what_is_short_is_a_warning_with_a_remedy(
     assert words in found.remedy
 
 
+def test_pure_python_is_noted_with_what_compiling_needs(host: Host) -> None:
+    """It works, and costs a broker CPU."""
+    found = _of(dataclasses.replace(host, is_compiled=False), "headrace")
+
+    assert found.verdict is Verdict.NOTE
+    assert "C compiler" in found.remedy
+
+
 @pytest.mark.parametrize(
     ("version", "verdict"), [("580.65.06", Verdict.OK), ("535.104", Verdict.WARNING), ("?", Verdict.WARNING)]
 )
@@ -126,3 +137,83 @@ def test_the_command_ends_with_1_when_something_stops_it(
     assert as_json.return_value == as_text.return_value == code
     assert json.loads(as_json.stdout)["ok"] is (code == 0)
     assert "onnxruntime:" in as_text.stdout
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("no CUDA device: no driver (docker run --gpus all)", "docker run --gpus all"),
+        ("no CUDA device is visible", ""),
+    ],
+)
+def test_why_there_is_no_cuda_comes_with_its_remedy(host: Host, reason: str, remedy: str) -> None:
+    """A worker says both in one line; here they are two."""
+    found = _of(dataclasses.replace(host, no_gpu=reason), "cuda")
+
+    assert found.text == f"workers run on the CPU: {reason.partition(' (')[0]}"
+    assert found.remedy == remedy
+
+
+# -- what the models of a configuration would take -----------------------------------------------------
+
+
+CLASSES = (SizeClassSpec("small", 32, 48, 4), SizeClassSpec("large", 64, 64, 4))
+
+
+def _memory(folder: Path, worker: str = "", gpu: Gpu | None = None) -> list[Finding]:
+    """Examine a configuration of one model with three buckets in each of two size classes."""
+    hr_models.write(folder, hr_models.mean_color())
+    classes = "".join(
+        f'[[models.size_classes]]\nname = "{each.name}"\nheight = {each.height}\nwidth = {each.width}\n'
+        "max_batch_size = 4\n"
+        for each in CLASSES
+    )
+    text = f'[worker]\n{worker}\n[[models]]\nname = "m"\npath = "model.onnx"\n[models.image]\n{classes}'
+    text += '[[models]]\nname = "e"\n[models.emulated]\nbase_ms = 1.0\nper_frame_ms = 1.0\n'
+    (folder / "pool.toml").write_text(text)
+    return examine_memory(config.load(str(folder / "pool.toml")), gpu)
+
+
+def test_graph_memory_without_a_gpu_is_an_estimate_and_says_so(tmp_path: Path) -> None:
+    """There is nothing to compare it with, so nothing is called fit."""
+    without_file, of_model, of_all = _memory(tmp_path)
+
+    assert {each.verdict for each in (without_file, of_model, of_all)} == {Verdict.NOTE}
+    assert "it has no file" in without_file.text
+    assert of_model.check == "graphs of m:1"
+    assert "6 graphs with their buffers 193 MiB" in of_model.text
+    assert "no GPU here to compare it with" in of_all.text
+    assert all("estimated" in each.text for each in (of_model, of_all))
+
+
+def test_graphs_that_a_limit_leaves_out_are_named(tmp_path: Path) -> None:
+    """As the worker would choose them: of equal shares the larger buckets keep theirs."""
+    _, of_model, _ = _memory(tmp_path, "gpu_memory_mb = 130")
+
+    assert of_model.verdict is Verdict.WARNING
+    assert "2 would run without a graph: small x2, small x1" in of_model.text
+    assert "raise worker.gpu_memory_mb" in of_model.remedy
+
+
+@pytest.mark.parametrize(("free_bytes", "verdict"), [(2**30, Verdict.OK), (2**27, Verdict.WARNING)])
+def test_all_models_are_compared_with_what_is_free(tmp_path: Path, free_bytes: int, verdict: Verdict) -> None:
+    """Together: each worker holds them all."""
+    *_, of_all = _memory(tmp_path, gpu=dataclasses.replace(GPU, free_bytes=free_bytes))
+
+    assert of_all.verdict is verdict
+    assert f"{free_bytes // 2**20} MiB are free" in of_all.text
+    assert bool(of_all.remedy) == (verdict is Verdict.WARNING)
+
+
+def test_the_command_takes_a_configuration(
+    host: Host, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its models come after the machine; a file that is no configuration is refused as everywhere."""
+    _memory(tmp_path)
+    monkeypatch.setattr(doctor, "this_host", lambda: host)
+    arguments = ["--config", str(tmp_path / "pool.toml"), "--json"]
+
+    result = CliRunner().invoke(command, arguments, standalone_mode=False)
+
+    checks = [each["check"] for each in json.loads(result.stdout)["findings"]]
+    assert checks[-2:] == ["graphs of m:1", "memory of all models"]
