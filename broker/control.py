@@ -1,4 +1,4 @@
-"""Answers to control requests: status, positions, replay, drain, fetch, record.
+"""Answers to control requests: status, positions, replay, drain, fetch, record, reload and its ways back.
 
 Each method checks its parameters one by one and names the one that is wrong. No answer is larger than a page:
 what does not fit is asked for again with the place where the last page ended. Not here: sockets.
@@ -6,6 +6,7 @@ what does not fit is asked for again with the place where the last page ended. N
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,9 +15,13 @@ from headrace.broker.core import BrokerCore
 from headrace.broker.journal import Journal
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
 from headrace.broker.recording import MAX_FRAMES_PER_PAGE, Recording
+from headrace.broker.reload_desk import ReloadDesk
+from headrace.broker.reload_state import MAX_COMPARED_FRAMES, MAX_TIMEOUT_MS, ReloadOrder
 from headrace.broker.status import MAX_STREAMS_PER_PAGE, page_of
+from headrace.build_kind import build_kind
 from headrace.errors import Code, RemoteError
 from headrace.protocol.messages import Limits, ReplayReply, Reply, Request, Value
+from headrace.protocol.peers import MAX_FIGURE, MAX_MODEL_FILES
 
 Params: TypeAlias = "dict[str, Value]"
 
@@ -28,6 +33,12 @@ MAX_REPLAY_BYTES = 4 * 1024 * 1024
 MAX_TOPICS = 1_024
 
 _MAX_U64 = 2**64 - 1
+
+#: What `reload` takes, and what a version may be called: as in the configuration.
+_RELOAD_PARAMS = {
+    "model", "path", "extra_files", "version", "frames", "tolerance", "agreement", "force", "timeout_ms"
+}  # fmt: skip
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 #: Largest pub_seq that can be asked for. The end of a missed range is one more and must fit the wire as well.
 _MAX_PUB_SEQ = 2**63 - 1
@@ -57,6 +68,7 @@ class Control:
         request_drain: Callable[[bool], None],
         journal: Journal | None = None,
         recording: Recording | None = None,
+        reloads: ReloadDesk | None = None,
     ) -> None:
         self._core = core
         self._store = store
@@ -65,6 +77,7 @@ class Control:
         self._request_drain = request_drain
         self._journal = journal
         self._recording = recording or Recording()
+        self._reloads = reloads
         self._methods: dict[str, Callable[[Request, int], Reply | ReplayReply]] = {
             "status": self._status,
             "positions": self._positions,
@@ -72,6 +85,9 @@ class Control:
             "drain": self._drain,
             "fetch": self._fetch,
             "record": self._record,
+            "reload": self._reload,
+            "rollback": self._rollback,
+            "commit": self._commit,
         }
 
     def answer(self, request: Request, now_ns: int) -> Reply | ReplayReply:
@@ -96,6 +112,7 @@ class Control:
         result = self._core.status(now_ns, streams_after=after, max_streams=count)
         result["broker"] = {
             "release": self._info.release,
+            "build": build_kind(),
             "pid": self._info.pid,
             "addresses": dict(self._info.addresses),
         }
@@ -173,6 +190,38 @@ class Control:
         count = params.integer("max_frames", MAX_FRAMES_PER_PAGE, 1, MAX_FRAMES_PER_PAGE)
         return Reply(request.id, self._recording.read(after, count, now_ns))
 
+    def _reload(self, request: Request, now_ns: int) -> Reply:
+        params = _Checked(request.params, _RELOAD_PARAMS)
+        desk = self._desk()
+        order = ReloadOrder(
+            desk.next_number(),
+            params.text("model", ""),
+            params.text("path"),
+            params.text("version", ""),
+            params.integer("frames", 32, 0, MAX_COMPARED_FRAMES),
+            params.number("tolerance"),
+            params.number("agreement"),
+            params.flag("force", default=False),
+            params.integer("timeout_ms", 300_000, 1, MAX_TIMEOUT_MS),
+        )
+        if not _VERSION.fullmatch(order.version or "1"):
+            raise RemoteError(Code.BAD_PARAMS, "version: letters, digits, . _ and -, at most 64, not empty")
+        extra = params.texts("extra_files", MAX_MODEL_FILES) if "extra_files" in request.params else []
+        return Reply(request.id, desk.begin(order, extra, now_ns))
+
+    def _rollback(self, request: Request, now_ns: int) -> Reply:
+        params = _Checked(request.params, {"model"})
+        return Reply(request.id, self._desk().roll_back(params.text("model", ""), now_ns))
+
+    def _commit(self, request: Request, now_ns: int) -> Reply:
+        params = _Checked(request.params, {"model"})
+        return Reply(request.id, self._desk().commit(params.text("model", ""), now_ns))
+
+    def _desk(self) -> ReloadDesk:
+        if self._reloads is None:
+            raise RemoteError(Code.UNKNOWN_METHOD, "models can't be reloaded here")
+        return self._reloads
+
 
 class _Checked:
     """Parameters read one by one; each reader raises RemoteError ``bad_params`` that names the parameter."""
@@ -201,6 +250,15 @@ class _Checked:
         if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
             raise self._wrong(name, f"an integer from {lowest} to {highest}")
         return value
+
+    def number(self, name: str) -> float | None:
+        """Read a number that may be left out."""
+        value = self._params.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_FIGURE:
+            raise self._wrong(name, f"a number from 0 to {MAX_FIGURE:g}")
+        return float(value)
 
     def texts(self, name: str, max_count: int) -> list[str]:
         value = self._params.get(name)

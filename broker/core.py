@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import assert_never
 
 from headrace.broker import events
 from headrace.broker.actions import (
@@ -76,12 +75,12 @@ class BrokerCore:
         self.is_draining = False
         self.misbehaved_by_code: dict[str, int] = {}
         self._next_tick_ns: int | None = None
-        heartbeat_ns = settings.heartbeat_ms * _NS_PER_MS
-        idle_ns = settings.stream_idle_ms * _NS_PER_MS
         story = self._story = Story()
-        beats = self.beats = Heartbeats(heartbeat_ns, settings.heartbeats_missed)
+        beats = self.beats = Heartbeats(settings.heartbeat_ms * _NS_PER_MS, settings.heartbeats_missed)
         models = self.models = ModelTable(settings)
-        streams = self.streams = StreamTable(settings.max_streams, idle_ns, beats.silence_ns)
+        streams = self.streams = StreamTable(
+            settings.max_streams, settings.stream_idle_ms * _NS_PER_MS, beats.silence_ns
+        )
         self.staleness = Staleness(settings.stream_stale_ms * _NS_PER_MS, streams)
         producers = self.producers = ProducerRegistry()
         workers = self.workers = WorkerRegistry()
@@ -97,8 +96,7 @@ class BrokerCore:
         dispatcher = self.dispatcher = Dispatcher(
             settings, models, costs, ledger, hedges, streams, recovery, traffic, story
         )
-        forecast = Forecast(models, dispatcher.pools, costs)
-        room = Room(settings, outcomes, self.quarantine, forecast)
+        room = Room(settings, outcomes, self.quarantine, Forecast(models, dispatcher.pools, costs))
         self.admission = Admission(
             boot, settings, models, streams, producers, outcomes, room, traffic, self.staleness, story
         )
@@ -163,25 +161,14 @@ class BrokerCore:
                 self.batch_ends.done(peer, done, now_ns, actions)
             case events.BatchFailed(peer, failed):
                 self.batch_ends.failed(peer, failed, now_ns, actions)
-            case (
-                events.ReloadAsked()
-                | events.ModelFilesRead()
-                | events.ModelFilesUnreadable()
-                | events.RollbackAsked()
-                | events.CommitAsked()
-                | events.ModelLoaded()
-                | events.ModelNotLoaded()
-                | events.BatchCompared()
-            ):
-                self.reloads.handle(event, now_ns, actions)
             case events.DrainRequested():
                 self._on_drain_requested(actions)
             case events.GraceEnded():
                 self._on_grace_ended(now_ns, actions)
             case events.Tick():
                 self._on_tick(now_ns, actions)
-            case _:  # pragma: no cover - mypy proves that there is no other event
-                assert_never(event)
+            case _:
+                self.reloads.handle(event, now_ns, actions)
         self.producers.flush(actions)
         return actions
 

@@ -153,6 +153,7 @@ class ModelFilesRead:
 
     number: int
     files: tuple[ModelFile, ...]
+    gpu_files: tuple[ModelFile, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

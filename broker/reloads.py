@@ -107,8 +107,8 @@ class Reloads:
         match event:
             case events.ReloadAsked(order):
                 self._begin(order, event, now_ns, actions)
-            case events.ModelFilesRead(number, files):
-                self._take_files(number, files, now_ns, actions)
+            case events.ModelFilesRead():
+                self._take_files(event, now_ns, actions)
             case events.ModelFilesUnreadable(number, message):
                 model = self._active(number)
                 if model is not None:
@@ -135,14 +135,12 @@ class Reloads:
         self._watched[model.key] = model
         actions.append(Report("reload started", {"model": model.key, "path": order.path}))
 
-    def _take_files(
-        self, number: int, files: tuple[ModelFile, ...], now_ns: int, actions: list[Action]
-    ) -> None:
-        model = self._active(number)
+    def _take_files(self, event: events.ModelFilesRead, now_ns: int, actions: list[Action]) -> None:
+        model = self._active(event.number)
         if model is None or model.reload is None or model.reload.phase is not Phase.READING:
             return
         reload = model.reload
-        version = reload.order.version or _label(model.spec.version, files)
+        version = reload.order.version or _label(model.spec.version, (*event.files, *event.gpu_files))
         if any(spec.version == version for spec in model.retired):
             message = f"version {version} still has batches in flight from before: try again"
             self._fail(model, Code.RELOAD_BUSY, message, now_ns, actions)
@@ -151,7 +149,11 @@ class Reloads:
             self._fail(model, Code.RELOAD_REFUSED, message, now_ns, actions)
         else:
             reload.spec = replace(
-                model.live, version=version, files=files, gpu_files=(), size_classes=model.spec.size_classes
+                model.live,
+                version=version,
+                files=event.files,
+                gpu_files=event.gpu_files,
+                size_classes=model.spec.size_classes,
             )
             self._models.name_version(model, version)
             for worker in self._workers.by_peer.values():
@@ -199,10 +201,12 @@ class Reloads:
         actions: list[Action],
     ) -> None:
         key = (name, version)
-        if not worker.loads.pop(key, False):
-            return  # not asked for, or taken in already
+        worker.loads.pop(key, None)
+        if key in worker.profiles:
+            return
         model = self._models.get(name, version)
         if model is None or version not in self._wanted(model):
+            # Asked for by a reload that was given up, or of which nobody here knows any more.
             actions.append(SendToWorker(worker.peer, Unload(name, version)))
             return
         fault = find_successor_fault(event.loaded.profile, worker, model)

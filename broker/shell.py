@@ -33,6 +33,7 @@ from headrace.broker.model_store import ModelStore
 from headrace.broker.monitors import Monitors
 from headrace.broker.outbound import Outbound
 from headrace.broker.recording import Recording
+from headrace.broker.reload_desk import ReloadDesk
 from headrace.broker.shell_settings import ShellSettings
 from headrace.broker.snapshot import Snapshots
 from headrace.broker.sockets import Role
@@ -88,7 +89,9 @@ class Shell:
             release, os.getpid(), {**{r.value: a for r, a in bound.addresses.items()}, "http": endpoints.http}
         )
         recording = Recording()
-        control = Control(core, store, limits, info, self._drain_from_control, journal, recording)
+        self._reloads = ReloadDesk(core, store, settings.folders_of_models(), self._tell, self._wake)
+        drain = self._drain_from_control
+        control = Control(core, store, limits, info, drain, journal, recording, self._reloads)
         self._inbound = Inbound(
             bound.by_role,
             self._outbound,
@@ -102,8 +105,8 @@ class Shell:
         )
         self._monitors = Monitors(bound.context, bound.by_role, self.counters)
         self._wake_read, self.wake_write = os.pipe()
-        for descriptor in (self._wake_read, self.wake_write):
-            os.set_blocking(descriptor, False)
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self.wake_write, False)
         self._poller = zmq.Poller()
         for socket in bound.by_role.values():
             self._poller.register(socket, zmq.POLLIN)
@@ -111,9 +114,7 @@ class Shell:
         self._sockets = bound.by_role
         self._next_upkeep_ns = 0
         # Written by request_drain() and stop(), from any thread.
-        self._is_drain_requested = False
-        self._is_end_requested = False
-        self._is_stopped = False
+        self._is_drain_requested = self._is_end_requested = self._is_stopped = False
         # The loop's own.
         self._is_draining = False
         self._is_ending = False
@@ -154,6 +155,7 @@ class Shell:
         if self._wake_read in ready:
             os.read(self._wake_read, 4_096)
         self._take_requests(began_ns)
+        self._reloads.deliver(began_ns)
         for role in _ORDER:
             if self._sockets[role] in ready:
                 if role is Role.CONTROL:

@@ -136,6 +136,23 @@ class Control:
             raise RemoteProtocolError(Code.BAD_FIELD, f"{self.address}: fetch did not return a chunk")
         return total, reply.payloads[0]
 
+    def reload(self, params: Mapping[str, Value], timeout: float | None = None) -> int:
+        """Start putting another file in the place of a model's (docs/protocol.md, ``reload``).
+
+        Returns the reload's number, under which status tells how far it is."""
+        number = self._reply("reload", params, timeout).result.get("number")
+        if not isinstance(number, int):
+            raise RemoteProtocolError(Code.BAD_FIELD, f"{self.address}: reload did not tell its number")
+        return number
+
+    def roll_back(self, model: str = "", timeout: float | None = None) -> dict[str, Value]:
+        """Bring back the version before the last reload, or give up the one under way."""
+        return self._reply("rollback", {"model": model}, timeout).result
+
+    def commit(self, model: str = "", timeout: float | None = None) -> dict[str, Value]:
+        """Let go of the version before the last reload."""
+        return self._reply("commit", {"model": model}, timeout).result
+
     def record(self, params: Mapping[str, Value], timeout: float | None = None) -> dict[str, Value]:
         """Return what has arrived at the broker since the last answer (docs/protocol.md, ``record``)."""
         return self._reply("record", params, timeout).result

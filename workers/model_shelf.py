@@ -30,7 +30,8 @@ _Key: TypeAlias = "tuple[str, str]"
 class ModelShelf:
     """See the module. Invariant: each model is here with the profile that was measured of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, engine: str) -> None:
+        self._engine = engine
         self._held: dict[_Key, tuple[ModelSpec, ModelProfile]] = {}
         self._under_way: ModelSpec | None = None
 
@@ -73,7 +74,8 @@ class ModelShelf:
             case Unload(name, version):
                 known = self._held.pop((name, version), None)
                 return ([] if known is None else [ev.UnloadModel(name, version)]), None
-            case Load(spec):
+            case Load(model):
+                spec = model.for_engine(self._engine)
                 held = self._held.get((spec.name, spec.version))
                 if held is not None and held[0] == spec:
                     return [], Loaded(held[1])

@@ -116,7 +116,7 @@ class WorkerSession:
         self._attempts = 0
         self._setup: Setup | None = None
         self._busy_with: tuple[ModelSpec, ...] | None = None  # being fetched or loaded
-        self._shelf = ModelShelf()
+        self._shelf = ModelShelf(hello.engine)
         self.in_flight: set[int] = set()
         self._cancelled: set[int] = set()  # of those in flight: the broker counts their slots as free
         self._orphans: set[int] = set()  # batches of an earlier boot, still in the pipeline
@@ -348,8 +348,7 @@ class WorkerSession:
             self._cancelled.clear()
             self._held.clear()
         self._boot = setup.boot
-        models = tuple(model.for_engine(self.hello.engine) for model in setup.models)
-        self._setup = replace(setup, models=models)
+        self._setup = replace(setup, models=tuple(m.for_engine(self.hello.engine) for m in setup.models))
         self._heartbeat_ns = setup.heartbeat_ms * MS
         self.state = State.PREPARING
         out.append(ev.UseLimits(setup.limits))
@@ -401,8 +400,6 @@ class WorkerSession:
                 self._exit(exit_code, reason, out)
 
     def _take_order(self, message: Load | Unload | Compare, now_ns: int, out: list[Action]) -> None:
-        if isinstance(message, Load):
-            message = Load(message.model.for_engine(self.hello.engine))
         ordered, answer = self._shelf.order(message, self._control)
         out.extend(ordered)
         if answer is not None:

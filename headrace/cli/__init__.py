@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from headrace import __version__, logs
+from headrace.build_kind import build_kind
 from headrace.cli import (
     bench,
     broker,
@@ -25,6 +26,7 @@ from headrace.cli import (
     prepare,
     push,
     record,
+    reload,
     simulate,
     status,
     up,
@@ -51,7 +53,9 @@ unavailable, 70 bug, 78 configuration. docs/configuration.md has them all.
 @click.group(
     epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100}
 )
-@click.version_option(__version__, prog_name="headrace")
+@click.version_option(
+    __version__, prog_name="headrace", message=f"%(prog)s, version %(version)s ({build_kind()})"
+)
 @click.option("--debug", is_flag=True, help="Show the traceback of an error (also HEADRACE_DEBUG=1).")
 def cli(debug: bool) -> None:
     """Send frames of video to GPUs in batches, and get one result for each.
@@ -78,6 +82,7 @@ for _command in (
     prepare.command,
     export.command,
     record.command,
+    reload.command,
 ):
     cli.add_command(_command)
 

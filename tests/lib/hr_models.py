@@ -71,6 +71,19 @@ def mean_color(
     )
 
 
+def mean_color_plus(bias: float) -> onnx.ModelProto:
+    """The mean of each channel and a constant: another version of ``mean_color``."""
+    return _model(
+        [
+            helper.make_node("ReduceMean", ["x"], ["plain"], axes=[2, 3], keepdims=0),
+            helper.make_node("Add", ["plain", "bias"], ["mean"]),
+        ],
+        [_value("x", ["n", 3, "h", "w"])],
+        [_value("mean", ["n", 3])],
+        [_constant("bias", np.array([bias], np.float32))],
+    )
+
+
 def mean_color_nhwc() -> onnx.ModelProto:
     """Mean of each channel of float32 [n, h, w, 3]."""
     return _model(

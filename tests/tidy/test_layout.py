@@ -51,6 +51,7 @@ SHELL_MODULES = {
     "outbound.py",
     "port_owner.py",
     "process.py",
+    "reload_desk.py",
     "shell.py",
     "snapshot.py",
     "sockets.py",

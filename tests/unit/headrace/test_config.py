@@ -300,6 +300,7 @@ def _with_other_values(models: str) -> str:
                         "level": '"debug"',
                         "format": '"json"',
                         "folder": '""',
+                        "reload_folders": '["."]',
                     }.get(name, f'"{name}"')
                     if name == "default_model":
                         other = '"m"'
