@@ -187,10 +187,11 @@ class Producer:
                 if shape is None:
                     self._lane.free(slot)
                     slot = None
-            return self._submit(drafted, self._lane.fill(slot, drafted.data), seq, shape)
+            payload = self._lane.fill(slot, drafted.data)
         except BaseException:
             self._release(nbytes, slot)
             raise
+        return self._submit(drafted, payload, seq, shape)
 
     @contextlib.contextmanager
     def slot(
@@ -227,10 +228,10 @@ class Producer:
             yield array
             array.flags.writeable = False
             payload = slot if slot is not None else self._lane.fill(None, drafted.data)
-            self._submit(drafted, payload, seq, drafted.form.shape)
         except BaseException:
             self._release(nbytes, slot)
             raise
+        self._submit(drafted, payload, seq, drafted.form.shape)
 
     def flush(self, timeout: float | None = None) -> ProducerAccount:
         """Wait until every frame pushed before this call has a known end; return the account.
@@ -418,9 +419,15 @@ class Producer:
     def _submit(
         self, drafted: Draft, payload: Payload, seq: int | None, shape: tuple[int, ...] | None
     ) -> FrameId:
+        """Number a frame and hand it on; what it holds is released here if it can't be numbered."""
         with self._changed:
             stream = drafted.words.stream
-            number = self._held.number(stream, seq, payload)
+            try:
+                number = self._held.number(stream, seq, payload)
+            except InvalidFrameError:
+                self._held.release(drafted.form.nbytes, payload)
+                self._changed.notify_all()
+                raise
             # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
             frame = drafted.frame(payload, self.epoch, number)
             if shape is not None and shape is not drafted.form.shape:

@@ -97,7 +97,7 @@ class ReaderQueue:
     def get(self, timeout: float | None) -> Outcome | Missed:
         """Return the next item; raise RequestTimeoutError, or ClosedError once closed and empty."""
         with self._lock:
-            if not self._items and not self._is_answerable():
+            if not self._items and not self.is_answerable():
                 self._wait(timeout)
             if self._items:
                 item, nbytes, put_at = self._items.popleft()
@@ -119,6 +119,14 @@ class ReaderQueue:
             self._on_room()
         return item
 
+    def is_answerable(self) -> bool:
+        """Tell whether ``get`` would return or raise at once."""
+        return bool(self._items or self._latest) or self._closed_by is not None
+
+    def is_waited_for(self) -> bool:
+        """Tell whether a reader waits."""
+        return self._waiting_count > 0
+
     def close(self, reason: str, *, is_dropped: bool) -> None:
         """Wake every reader. With ``is_dropped`` what was not read yet is forgotten."""
         with self._lock:
@@ -134,13 +142,10 @@ class ReaderQueue:
     def _wait(self, timeout: float | None) -> None:
         self._waiting_count += 1
         try:
-            if not self._changed.wait_for(self._is_answerable, timeout):
+            if not self._changed.wait_for(self.is_answerable, timeout):
                 raise RequestTimeoutError(f"nothing came within {timeout:g} s")
         finally:
             self._waiting_count -= 1
-
-    def _is_answerable(self) -> bool:
-        return bool(self._items or self._latest) or self._closed_by is not None
 
 
 def _bytes_of(item: Outcome | Missed) -> int:

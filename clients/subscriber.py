@@ -74,7 +74,8 @@ class Subscriber:
             max_queued: items read ahead of the reader in mode every (1 or more).
             max_queued_bytes: the same for their payloads.
             sink: takes the items in the subscriber's own thread instead of the queue.
-            on_item: called in the subscriber's own thread after items were queued, and when it closes.
+            on_item: called after items were queued, in the subscriber's own thread or that of a reader
+                that waits, and when it closes.
 
         Raises ConfigError, UnreachableError.
         """
@@ -113,7 +114,14 @@ class Subscriber:
         ClosedError once closed, ForkedError.
         """
         self._check_fork()
-        return self._queue.get(timeout)
+        queue = self._queue
+        if timeout == 0 or queue.is_answerable():
+            return queue.get(timeout)
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while not queue.is_answerable():
+            if not self._loop.lead(queue.is_answerable, deadline_s, others_wait=queue.is_waited_for):
+                break
+        return queue.get(None if deadline_s is None else max(0.0, deadline_s - time.monotonic()))
 
     def __iter__(self) -> Iterator[Outcome | Missed]:
         """Yield items until closed."""
