@@ -24,7 +24,8 @@ from pydantic import BaseModel, ValidationError
 from headrace.config_models import ModelSection, SizeClassSection
 from headrace.config_queues import QueuesSection
 from headrace.config_schema import Config
-from headrace.errors import ConfigError
+from headrace.errors import ConfigError, ModelError
+from headrace.prepared import read_manifest
 
 ENVIRONMENT_PREFIX = "HEADRACE_"
 
@@ -33,6 +34,7 @@ OTHER_VARIABLES: dict[str, str] = {
     "HEADRACE_CACHE": "folder of model files fetched from a broker",
     "HEADRACE_CONFIG": "configuration file used when --config is not given",
     "HEADRACE_DEBUG": "1 = show the traceback of an error",
+    "HEADRACE_PURE": "1 = an installation from source is built as plain Python; read at no other time",
 }
 
 PACKAGE_PREFIX = "package:"
@@ -50,7 +52,7 @@ class LoadedConfig:
     folder: Path
 
     def model_path(self, index: int) -> Path | None:
-        """Return the absolute path of a model's ONNX file, None for one that is emulated only.
+        """Return the absolute path of an ONNX file or prepared folder, None for a model that is emulated.
 
         Raises ConfigError when the file, or the package that ships it, is not there.
         """
@@ -58,17 +60,23 @@ class LoadedConfig:
         if not text:
             return None
         where = f"{self.source}: models[{index}].path = {text!r}"
+        prepared = self._prepared(index)
+        if prepared is not None:
+            return prepared
         path = _package_path(text, where) if text.startswith(PACKAGE_PREFIX) else self.folder / text
         return _existing_file(path.expanduser(), where)
 
-    def model_files(self, index: int) -> dict[str, Path]:
+    def model_files(self, index: int, engine: str = "cpu") -> dict[str, Path]:
         """Return all files of a model: the name that the graph uses -> absolute path, graph first.
 
-        Raises ConfigError when one is not there or leaves the model's folder.
+        Of a prepared folder, those that workers of ``engine`` run. Raises ConfigError when one is not there,
+        leaves the model's folder, or has another length than the manifest says.
         """
         graph = self.model_path(index)
         if graph is None:
             return {}
+        if graph.is_dir():
+            return _prepared_files(graph, self.config.models[index], engine, self.source)
         files = {graph.name: graph}
         for number, name in enumerate(self.config.models[index].extra_files):
             where = f"{self.source}: models[{index}].extra_files[{number}] = {name!r}"
@@ -77,10 +85,18 @@ class LoadedConfig:
             files[Path(name).as_posix()] = _existing_file(graph.parent / name, where)
         return files
 
+    def _prepared(self, index: int) -> Path | None:
+        return _prepared_folder(self.config.models[index], self.folder)
+
     def journal_path(self) -> Path | None:
         """Return the absolute path of the broker's journal, None when there is to be none."""
         text = self.config.broker.journal
         return (self.folder / Path(text).expanduser()).absolute() if text else None
+
+    def reload_folders(self) -> tuple[Path, ...]:
+        """Return the absolute paths of the folders that models may be reloaded from."""
+        named = self.config.broker.reload_folders
+        return tuple((self.folder / Path(text).expanduser()).absolute() for text in named)
 
     def with_absolute_paths(self) -> Config:
         """Return the configuration with every path to models and journal absolute: usable from any folder."""
@@ -88,7 +104,10 @@ class LoadedConfig:
             model.model_copy(update={"path": str(self.model_path(index) or "")})
             for index, model in enumerate(self.config.models)
         )
-        broker = self.config.broker.model_copy(update={"journal": str(self.journal_path() or "")})
+        folders = tuple(map(str, self.reload_folders()))
+        broker = self.config.broker.model_copy(
+            update={"journal": str(self.journal_path() or ""), "reload_folders": folders}
+        )
         return self.config.model_copy(update={"models": models, "broker": broker})
 
 
@@ -120,12 +139,14 @@ def load(
         config = Config.model_validate(layers.raw)
     except ValidationError as error:
         raise ConfigError(_describe(error, layers)) from None
-    return LoadedConfig(config, source, folder)
+    return LoadedConfig(_with_manifests(config, source, folder), source, folder)
 
 
 def dump(config: Config) -> str:
-    """Return a configuration as one line of JSON, which load() reads back (JSON starts with a brace)."""
-    return config.model_dump_json(exclude_none=True, exclude_defaults=True)
+    """Return a configuration as one line of JSON, which load() reads back (JSON starts with a brace).
+
+    What was set stays, default or not: the manifest of a prepared folder fills in the rest."""
+    return config.model_dump_json(exclude_none=True, exclude_unset=True)
 
 
 def preset(name: str) -> Path:
@@ -283,6 +304,45 @@ def _package_path(text: str, where: str) -> Path:
     return next(
         (path for folder in folders if (path := Path(folder) / inside).exists()), Path(folders[0]) / inside
     )
+
+
+def _prepared_folder(model: ModelSection, folder: Path) -> Path | None:
+    path = (folder / model.path).expanduser() if model.may_be_folder else None
+    return path.resolve() if path is not None and path.is_dir() else None
+
+
+def _with_manifests(config: Config, source: str, folder: Path) -> Config:
+    """Fill in what the manifests of prepared folders know."""
+
+    def filled(index: int, model: ModelSection) -> ModelSection:
+        prepared = _prepared_folder(model, folder)
+        if prepared is None:
+            return model
+        try:
+            return read_manifest(prepared).section(model)
+        except (ModelError, ConfigError) as error:
+            raise ConfigError(f"{source}: models[{index}].path = {model.path!r}: {error}") from None
+
+    models = tuple(filled(index, model) for index, model in enumerate(config.models))
+    return config.model_copy(update={"models": models})
+
+
+def _prepared_files(folder: Path, model: ModelSection, engine: str, source: str) -> dict[str, Path]:
+    manifest = read_manifest(folder)
+    try:
+        variant = manifest.variants[manifest.choose(model.precision, engine)]
+    except ConfigError as error:
+        raise ConfigError(f"{source}: model {model.name}: {error}") from None
+    files = {}
+    for entry in variant.files:
+        where = f"{source}: model {model.name}: {folder}: {entry.name}"
+        path = files[entry.name] = _existing_file(folder / entry.name, where)
+        if path.stat().st_size != entry.nbytes:
+            raise ConfigError(
+                f"{where}: {path.stat().st_size} bytes, the manifest says {entry.nbytes}: the file was"
+                f" changed; `headrace prepare --check {folder}` says more"
+            )
+    return files
 
 
 def _existing_file(path: Path, where: str) -> Path:

@@ -170,8 +170,16 @@ class ModelSection(Section):
     path: str = key(
         "",
         "path",
-        "The ONNX file, relative to this file; or `package:NAME/path/in/it.onnx` for a"
-        " file that an installed package ships. Needed unless `emulated` is set.",
+        "The ONNX file, relative to this file; `package:NAME/path/in/it.onnx` for a file that an installed"
+        " package ships; or a folder made by `headrace prepare`, whose manifest then says what `image`,"
+        " `size_classes`, `oversize`, `adapter` and `adapter_options` are unless they are set here. Needed"
+        " unless `emulated` is set.",
+    )
+    precision: Literal["auto", "fp32", "fp16", "int8"] = key(
+        "auto",
+        "precision",
+        "Which file of a prepared folder is run. `auto`: FP16 on a GPU, FP32 elsewhere; `int8`: INT8 on CPUs"
+        " and FP16 on GPUs; `fp32` and `fp16`: that one everywhere (FP16 is slow on a CPU).",
     )
     extra_files: tuple[str, ...] = key(
         (),
@@ -213,6 +221,11 @@ class ModelSection(Section):
         None, "frames", "As in [queues], for all size classes of this model.", ge=0, le=100_000_000
     )
 
+    @property
+    def may_be_folder(self) -> bool:
+        """True when ``path`` may name a prepared folder: only a look at the disk tells."""
+        return bool(self.path) and not self.path.startswith("package:") and not self.path.endswith(".onnx")
+
     @field_validator("size_classes", mode="after")
     @classmethod
     def _names_differ(cls, classes: tuple[SizeClassSection, ...]) -> tuple[SizeClassSection, ...]:
@@ -239,7 +252,12 @@ class ModelSection(Section):
     def _is_servable(self) -> Self:
         if not self.path and self.emulated is None:
             raise ValueError("has neither path nor emulated: name its ONNX file, or give it a latency model")
-        if self.size_classes and self.image is None:
+        if self.precision != "auto" and not self.may_be_folder:
+            raise ValueError(
+                f"precision = {self.precision!r} chooses among the files of a folder made by `headrace"
+                f" prepare`; {self.path!r} is one file"
+            )
+        if self.size_classes and self.image is None and not self.may_be_folder:
             raise ValueError(
                 "has size_classes but no image table: padding is for images; add"
                 " [models.image], or leave the size classes out"

@@ -99,6 +99,7 @@ def to_shell_settings(loaded: LoadedConfig) -> ShellSettings:
         local_models=_local_models(loaded),
         shm_folder=to_shm_folder(config),
         journal=loaded.journal_path(),
+        reload_folders=loaded.reload_folders(),
     )
 
 
@@ -188,5 +189,7 @@ def _local_models(loaded: LoadedConfig) -> tuple[LocalModel, ...]:
     for index, model in enumerate(loaded.config.models):
         paths = tuple(loaded.model_files(index).values())
         if paths:
-            models.append(LocalModel(model.name, model.version, paths[0], paths[1:]))
+            on_gpu = tuple(loaded.model_files(index, "cuda").values())
+            other = on_gpu if on_gpu != paths else ()
+            models.append(LocalModel(model.name, model.version, paths[0], paths[1:], other))
     return tuple(models)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from headrace.config_models import ImageSection, ModelSection, SizeClassSection
 from headrace.errors import ConfigError, ModelError
+from headrace.prepared import read_manifest
 from headrace.workers.onnx_model import DYNAMIC, OnnxModel, OnnxTensor, read_model
 
 #: Pixels of 0 to 255 become 0 to 1: what most image models are trained on.
@@ -26,6 +27,8 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
     ``sizes`` are size classes, "HEIGHTxWIDTH" each; without them the graph's own fixed shape is used.
     Raises ConfigError for a size that can't be read or is missing, ModelError for a file that is no model.
     """
+    if path.is_dir():
+        return _prepared_section(path, sizes, adapter)
     if not path.is_file():
         raise ConfigError(f"--model {path}: no such file: name an ONNX file")
     model = read_model(str(path), label=str(path))
@@ -43,6 +46,15 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
         image=image,
         size_classes=classes,
         adapter=adapter or "tensors",
+    )
+
+
+def _prepared_section(folder: Path, sizes: Sequence[str], adapter: str | None) -> ModelSection:
+    manifest = read_manifest(folder)
+    named = {"adapter": adapter} if adapter else {}
+    classes = tuple(_parse_size(size) for size in sizes)
+    return manifest.section(
+        ModelSection(name=manifest.name, path=str(folder.resolve()), size_classes=classes, **named)
     )
 
 

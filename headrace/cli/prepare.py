@@ -94,6 +94,10 @@ def command(*, model: Path, out: Path | None, check: bool, as_json: bool, **give
         return _check(model, given["threads"], as_json)
     if out is None:
         raise click.UsageError("--out DIR is missing: where the folder is to be made")
+    if out.suffix == ".onnx":
+        raise click.BadParameter(
+            f"{out}: a folder is made, whose name may not end in .onnx", param_hint="--out"
+        )
     from headrace.workers.prepare.folder import prepare
 
     manifest = prepare(_options(model, out, given), say)

@@ -327,7 +327,7 @@ def test_model_files_are_found_relative_to_the_file(tmp_path: Path) -> None:
     ("lines", "words"),
     [
         ('path = "none.onnx"', ["models[0].path = 'none.onnx'", "does not exist"]),
-        ('path = "."', ["is a folder"]),
+        ('path = "."', ["not a prepared folder", "headrace prepare"]),
         (
             'path = "package:nothing_of_that_name/m.onnx"',
             ["not installed", "pip install nothing_of_that_name"],
