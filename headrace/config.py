@@ -146,7 +146,8 @@ def dump(config: Config) -> str:
     """Return a configuration as one line of JSON, which load() reads back (JSON starts with a brace).
 
     What was set stays, default or not: the manifest of a prepared folder fills in the rest."""
-    return config.model_dump_json(exclude_none=True, exclude_unset=True)
+    values = config.model_dump(mode="json", exclude_none=True, exclude_unset=True)
+    return json.dumps({section: value for section, value in values.items() if value}, ensure_ascii=False)
 
 
 def preset(name: str) -> Path:
