@@ -38,6 +38,20 @@ class StopRequests:
         return self._first_ns is not None and now_ns - self._first_ns >= SAME_REQUEST_NS
 
 
+#: Set once this process was asked to stop.
+_asked = threading.Event()
+
+
+def ignore_echoes() -> None:
+    """Ignore stop signals from here on if one was obeyed: for the last step of a process.
+
+    A broker with nothing to do is through within milliseconds, and Python takes its handlers away before it
+    ends: the echo of the request then killed what had ended in good order (exit code 143 instead of 0)."""
+    if _asked.is_set() and threading.current_thread() is threading.main_thread():
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def stopped_by_signals(ask: Callable[[], None], insist: Callable[[int], None]) -> Iterator[None]:
     """While in the block, call ``ask`` at the first SIGTERM or SIGINT and ``insist`` with the signal's number
@@ -54,6 +68,7 @@ def stopped_by_signals(ask: Callable[[], None], insist: Callable[[int], None]) -
     def on_signal(number: int, _frame: FrameType | None) -> None:
         now_ns = time.monotonic_ns()
         if requests.is_first(now_ns):
+            _asked.set()
             ask()
         elif requests.is_second(now_ns):
             insist(number)

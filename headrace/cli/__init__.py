@@ -36,6 +36,7 @@ from headrace.cli import (
 from headrace.cli.common import put, say
 from headrace.errors import HeadraceError, UnreachableError
 from headrace.exit_codes import ExitCode, exit_code_of
+from headrace.signals import ignore_echoes
 
 _EPILOG = """\b
 Examples:
@@ -118,7 +119,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the command ``headrace``."""
-    sys.exit(run())
+    code = run()
+    ignore_echoes()
+    sys.exit(code)
 
 
 def _internal(error: Exception) -> int:

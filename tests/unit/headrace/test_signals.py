@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -56,3 +58,23 @@ def test_outside_the_main_thread_nothing_is_handled() -> None:
     thread.join(10)
 
     assert seen == [before]
+
+
+ENDING = """
+import os, signal, sys
+from headrace.signals import ignore_echoes, stopped_by_signals
+
+with stopped_by_signals(lambda: None, lambda number: None):
+    if sys.argv[1] == "asked":
+        signal.raise_signal(signal.SIGTERM)
+ignore_echoes()
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("asked", 0), ("not asked", -signal.SIGTERM)])
+def test_the_echo_does_not_kill_a_process_that_has_ended_well(how: str, code: int) -> None:
+    """It comes when the handlers are gone already; a process that nobody asked yet still obeys."""
+    done = subprocess.run([sys.executable, "-P", "-c", ENDING, how], timeout=60)
+
+    assert done.returncode == code
