@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Required, TypedDict, TypeVar
 
 import numpy as np
@@ -42,7 +43,7 @@ MAX_REMEMBERED = 1_024
 
 _I64_MAX = 2**63 - 1
 
-MemberT = TypeVar("MemberT", Color, Keep)
+MemberT = TypeVar("MemberT", bound=StrEnum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class SlotOptions(TypedDict, total=False):
     meta: Mapping[str, object] | None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Last:
     """The last push of a stream: its words as given, what they became, and the form of its array if that
     needed no conversion. Compared by identity: 1 and True are equal, and one of them is no priority."""
