@@ -38,6 +38,7 @@ from headrace.protocol.messages import (
     Status,
     Welcome,
 )
+from headrace.protocol.per_frame import per_frame
 
 MS = 1_000_000
 
@@ -136,7 +137,7 @@ class Send:
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
+@per_frame(frozen=True, slots=True)
 class Finished:
     """The frame's end is known and its payload is no longer needed. ``reject`` tells why it was not
     admitted; None means that its outcome was published."""
@@ -280,13 +281,20 @@ class ProducerSession:
 
     def _keep(self, event: FramesPushed, now_ns: int) -> list[Action]:
         refused: list[Action] = []
+        limits = self.limits
+        safe_bytes = min(
+            limits.max_frame_bytes, limits.max_message_bytes - max(event.header_bytes, default=0)
+        )
         for frame, header_bytes in zip(event.frames, event.header_bytes, strict=True):
             kept = _Kept(frame, header_bytes, now_ns)
-            key = _key(frame)
+            stream, seq = key = _key(frame)
             self._kept[key] = kept
-            self._by_stream.setdefault(key[0], {})[key[1]] = kept
+            seqs = self._by_stream.get(stream)
+            if seqs is None:
+                seqs = self._by_stream[stream] = {}
+            seqs[seq] = kept
             # The limits may have become known only after the frame was pushed.
-            too_large = self._too_large(kept)
+            too_large = None if frame.nbytes <= safe_bytes else self._too_large(kept)
             if too_large is not None:
                 refused.append(self._finish(kept, too_large))
             else:
@@ -382,12 +390,19 @@ class ProducerSession:
         self._session.by_status.update(credit.by_status)
         actions: list[Action] = []
         for stream, watermark in credit.streams.items():
+            seqs = self._by_stream.get(stream, {})
             finished = []
-            for seq, kept in self._by_stream.get(stream, {}).items():
+            for seq in seqs:
                 if seq > watermark:
                     break
-                finished.append(kept)
-            actions += [self._finish(kept, None) for kept in finished]
+                finished.append(seq)
+            for seq in finished:
+                kept = seqs.pop(seq)
+                kept.is_finished = True
+                del self._kept[stream, seq]
+                actions.append(Finished(kept.frame, None))
+            if finished and not seqs:
+                del self._by_stream[stream]
         return actions
 
     def _take_reject(self, reject: Reject) -> list[Action]:
@@ -424,12 +439,15 @@ class ProducerSession:
             ready.append(kept)
         if ready:
             self._said_ns = now_ns
-        bundles = _bundles(ready, self.limits, is_shm_open=self._is_shm_open)
-        if self._is_shm_open:
-            return [Send(Frames(tuple(_aged(kept, now_ns) for kept in bundle))) for bundle in bundles]
-        return [
-            Send(Frames(tuple(self._inlined(_aged(kept, now_ns)) for kept in bundle))) for bundle in bundles
-        ]
+        actions: list[Action] = []
+        for bundle in _bundles(ready, self.limits, is_shm_open=self._is_shm_open):
+            frames = [kept.frame if kept.frame.ttl_ms is None else _aged(kept, now_ns) for kept in bundle]
+            if not self._is_shm_open:
+                frames = [
+                    self._inlined(frame) if type(frame.payload) is ShmRef else frame for frame in frames
+                ]
+            actions.append(Send(Frames(tuple(frames))))
+        return actions
 
 
 def _key(frame: Frame) -> tuple[str, int]:

@@ -11,9 +11,10 @@ import numpy.typing as npt
 from headrace.clients.arrays import tensors_of as _tensors_of
 from headrace.errors import FrameError
 from headrace.protocol.messages import Outcome, Status
+from headrace.protocol.per_frame import per_frame
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@per_frame(frozen=True, slots=True, order=True)
 class FrameId:
     """The name of a frame for ever."""
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 else:
     from dataclasses import dataclass
 
-    def per_frame(*, frozen: bool, slots: bool):
+    def per_frame(*, frozen: bool, slots: bool, order: bool = False):
         """Return the decorator ``dataclass``, without the check of assignments at run time."""
-        return dataclass(slots=slots, unsafe_hash=frozen)
+        return dataclass(slots=slots, unsafe_hash=frozen, order=order)
 
 
 __all__ = ["per_frame"]
