@@ -17,7 +17,7 @@ from headrace.broker.control import Control
 from headrace.broker.counters import Counters, count
 from headrace.broker.outbound import PREFIXES, Outbound
 from headrace.broker.recording import Recording
-from headrace.broker.sockets import Role, Socket, has_message, receive, receive_routed
+from headrace.broker.sockets import Role, Socket, receive, receive_routed
 from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
@@ -61,9 +61,6 @@ _HOME: dict[type, Role] = {
     Compared: Role.WORKERS,
     Request: Role.CONTROL,
 }
-
-#: Descriptors that no producer gets: those of subscribers, workers and callers, of recordings and of a reload.
-SPARE_DESCRIPTORS = 48
 
 _SUBSCRIBE = 1
 _UNSUBSCRIBE = 0
@@ -109,10 +106,6 @@ class Inbound:
         taken = 0
         try:
             for _ in range(max_count):
-                # On an idle system one message comes at a time. Behind a second there are more, and asking
-                # for each costs more than the exception that ends it.
-                if taken == 1 and not has_message(self._sockets[role]):
-                    break
                 if take is None:
                     self._take_routed(role, now)
                 else:
@@ -166,24 +159,12 @@ class Inbound:
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
             case Hello():
-                self._take_hello(peer, message, now_ns)
+                self._tell(events.ProducerArrived(peer, message, self._arenas.open(message)), now_ns)
             case Goodbye():
                 self._outbound.forget(peer)
                 self._tell(events.ProducerLeft(peer), now_ns)
             case Discover():
                 self._outbound.introduce(peer)
-
-    def _take_hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
-        descriptors = self._arenas.descriptors
-        if descriptors.open_count() > descriptors.limit - SPARE_DESCRIPTORS:
-            message = (
-                f"{descriptors.open_count()} of the broker's {descriptors.limit} descriptors are in use: its"
-                " limit on open files (ulimit -n) allows no more producers"
-            )
-            log.warning("producer refused", producer=hello.name, reason=message)
-            self._outbound.refuse(peer, RemoteProtocolError(Code.TOO_MANY_PRODUCERS, message))
-            return
-        self._tell(events.ProducerArrived(peer, hello, self._arenas.open(hello)), now_ns)
 
     def _record(self, message: Frames, now_ns: int) -> None:
         if self._recording.is_on:
