@@ -20,14 +20,21 @@ FOLDERS = {
 ALL_BUT = {
     "headrace/protocol": {"__init__", "per_frame"},
     "broker": {
-        "__init__", "arenas", "binding", "control", "counters", "http", "inbound", "journal", "journal_body",
-        "journal_file", "metrics", "model_store", "monitors", "outbound", "port_owner", "process",
-        "recording", "shell", "shell_settings", "snapshot", "sockets",
+        "__init__", "binding", "control", "http", "journal", "journal_body", "journal_file", "metrics",
+        "model_store", "monitors", "port_owner", "process", "reload_desk", "shell_settings", "snapshot",
+        "sockets",
     },
 }  # fmt: skip
 
 #: Folders of which these modules are compiled.
-ONLY: dict[str, set[str]] = {}
+ONLY: dict[str, set[str]] = {
+    "clients": {
+        "backoff", "drafts", "held", "positions", "producer_session", "reader_queue", "records", "seq_runs",
+        "stream_state", "subscriber_events", "subscriber_session",
+    },
+    "workers": {"results", "worker_events", "worker_session"},
+    "headrace": {"slot_allocator"},
+}  # fmt: skip
 
 
 def compiled_sources() -> list[Path]:
