@@ -42,7 +42,8 @@ def _head(status: Entry) -> str:
     broker = _map(status.get("broker"))
     addresses = _map(broker.get("addresses"))
     state = "draining" if status.get("is_draining") else "serving"
-    who = f"broker {_text(broker, 'release')} at {_text(addresses, 'frames')}, pid {_text(broker, 'pid')}"
+    release = f"{_text(broker, 'release')} ({_text(broker, 'build')})"
+    who = f"broker {release} at {_text(addresses, 'frames')}, pid {_text(broker, 'pid')}"
     used, most = (_number(status, key, 1 / MIB) for key in ("unfinished_bytes", "max_bytes"))
     return f"{who}: {state}, {used} of {most} MiB in use, {_text(status, 'producers_count')} producers"
 

@@ -13,6 +13,7 @@ import structlog
 from click.testing import CliRunner
 
 from headrace import __version__, cli
+from headrace.build_kind import build_kind
 from headrace.cli.lines import missed_line, missed_object, outcome_line, outcome_object
 from headrace.cli.push import stream_name
 from headrace.cli.tables import status_text
@@ -89,9 +90,9 @@ def test_help_of_all_lists_the_commands_and_exit_codes() -> None:
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    """`headrace --version` names the release."""
+    """`headrace --version` names the release, and whether it is compiled."""
     assert cli.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"headrace, version {__version__}\n"
+    assert capsys.readouterr().out == f"headrace, version {__version__} ({build_kind()})\n"
 
 
 @pytest.mark.parametrize(
@@ -277,7 +278,7 @@ def test_a_missed_range_is_one_line(last: int | None, which: str) -> None:
 def test_status_shows_account_classes_workers_and_streams() -> None:
     """The account adds up in one line; each table has its row."""
     status: dict[str, Value] = {
-        "broker": {"release": "1", "pid": 5, "addresses": {"frames": "tcp://h:1"}},
+        "broker": {"release": "1", "build": "compiled", "pid": 5, "addresses": {"frames": "tcp://h:1"}},
         "is_draining": False,
         "account": {
             "accepted": 10, "ok": 7, "error": 1, "expired": 1, "superseded": 0, "unfinished": 1,
@@ -295,6 +296,7 @@ def test_status_shows_account_classes_workers_and_streams() -> None:
 
     text = status_text(status)
 
+    assert text.startswith("broker 1 (compiled) at tcp://h:1, pid 5")
     assert (
         "10 accepted = 7 ok + 1 error + 1 expired + 0 superseded + 1 unfinished; 2 rejected (2 queue_full)"
         in text
