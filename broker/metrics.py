@@ -91,6 +91,13 @@ def _frame_metrics(status: Status) -> Iterator[Metric]:
     yield _gauge("frames_unfinished", "Admitted frames without an outcome.", account["unfinished"])
     yield _counters("rejects", "Frames that were not admitted.", "code", status["rejected_by_code"])
     yield _counters("errors", "Frames that ended as error.", "code", status["error_by_code"])
+    of_models = CounterMetricFamily(
+        "headrace_model_errors", "Frames that ended as error, by model.", labels=["model", "code"]
+    )
+    for model, codes in status["error_by_model"].items():
+        for code, count in codes.items():
+            of_models.add_metric([model, code], count)
+    yield of_models
     yield _counters("misbehaved", "Messages that can't be read.", "code", status["misbehaved_by_code"])
     yield _counter("frames_requeued", "Frames put back after their worker was lost.", status["requeued"])
     hedges = status["hedges"]

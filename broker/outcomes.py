@@ -108,6 +108,8 @@ class OutcomeLog:
         self.account = Account()
         self.rejected_by_code: dict[str, int] = {}
         self.error_by_code: dict[str, int] = {}
+        #: By model, then by code: a model that begins to answer NaN must show among those that don't.
+        self.error_by_model: dict[str, dict[str, int]] = {}
         self.unfinished_bytes = 0
         self.retained_count = 0
         self.retained_bytes = 0
@@ -151,6 +153,8 @@ class OutcomeLog:
         self.account.count_end(end.status)
         if end.status is Status.ERROR:
             self.error_by_code[end.code] = self.error_by_code.get(end.code, 0) + 1
+            of_model = self.error_by_model.setdefault(record.model, {})
+            of_model[end.code] = of_model.get(end.code, 0) + 1
         pub_seq = stream.next_pub_seq
         self._publish(stream, self._outcome_of(pub_seq, record, end, now_ns), actions)
         self._producers.conclude_record(record, end.status)

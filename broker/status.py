@@ -52,6 +52,7 @@ def status_of(core: BrokerCore, now_ns: int, streams_after: str, max_streams: in
         "account": _account(core),
         "rejected_by_code": _counts(outcomes.rejected_by_code),
         "error_by_code": _counts(outcomes.error_by_code),
+        "error_by_model": {model: _counts(codes) for model, codes in outcomes.error_by_model.items()},
         "misbehaved_by_code": _counts(core.misbehaved_by_code),
         "late_done": core.late_done_count,
         "requeued": core.recovery.requeued_count,

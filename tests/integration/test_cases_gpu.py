@@ -137,6 +137,22 @@ def test_a_model_that_refuses_graphs_is_served_all_the_same(tmp_path: Path) -> N
     assert gpu.recording.captures == []
 
 
+def test_a_model_with_nodes_that_can_not_be_captured_is_served(tmp_path: Path) -> None:
+    """ORT-04: NonZero, whose output is as long as the data say: plain runs from host memory, a frame each."""
+    gpu = Gpu(Faults(refuses_graphs="graph capture: not all nodes are on CUDA"))
+    with serving(tmp_path, gpu, hr_models.built_in_nms()) as plant:
+        (worker,) = plant.ready_workers()
+        outcomes = plant.outcomes(*numbered(EIGHT), *numbered([0]))
+
+    assert {outcome.status for outcome in outcomes} == {Status.OK}
+    assert {outcome.batch_size for outcome in outcomes} == {1}
+    assert any("served without CUDA graphs" in note for note in worker["notes"])
+    assert gpu.recording.captures == []
+    # Image index and place of each value above 0; a black frame has none.
+    assert hp.tensor(outcomes[-1]).size == 0
+    assert hp.tensor(outcomes[0]).size > 0
+
+
 def test_non_finite_outputs_are_an_error_of_that_frame(tmp_path: Path) -> None:
     """ORT-02: a bright frame overflows float16, twenty times in a row; its neighbours have results."""
     gpu = Gpu()
@@ -147,6 +163,7 @@ def test_non_finite_outputs_are_an_error_of_that_frame(tmp_path: Path) -> None:
             assert endings(outcomes) == ["ok", Code.NON_FINITE, "ok"]
             assert [hp.mean(outcomes[index])[0] for index in (0, 2)] == [3000, 6000]
         assert plant.status()["error_by_code"] == {Code.NON_FINITE: 20}
+        assert plant.status()["error_by_model"] == {"m": {Code.NON_FINITE: 20}}
 
 
 def test_a_batch_without_memory_is_halved_and_the_worker_goes_on(tmp_path: Path) -> None:
@@ -249,6 +266,10 @@ def test_what_the_gpu_does_is_shown_by_the_broker(tmp_path: Path, monkeypatch: p
     assert 'headrace_worker_device_memory_free_bytes{of="",worker="w"}' in text
 
 
+#: A machine with a GPU shows none to a process that is told so.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
 def test_cuda_that_is_not_there_ends_the_worker_with_a_reason() -> None:
     """ORT-01: no silent run on the CPU: one line with reason and remedy, and a code of its own."""
     command = [
@@ -263,12 +284,33 @@ def test_cuda_that_is_not_there_ends_the_worker_with_a_reason() -> None:
         "cuda",
     ]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **NO_GPU})
 
-    assert done.returncode == ExitCode.UNAVAILABLE
+    assert (done.returncode, done.stdout) == (ExitCode.UNAVAILABLE, "")
     (line,) = done.stderr.strip().splitlines()
-    assert "device cuda" in line
+    assert "device cuda: no CUDA" in line
     assert "use --device cpu" in line
+
+
+def test_auto_without_a_gpu_serves_on_the_cpu_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ORT-01: aloud in the worker's log with the reason, and in status with the engine that runs."""
+    for name, value in NO_GPU.items():
+        monkeypatch.setenv(name, value)
+    with (
+        hp.open_plant(hp.onnx_model(tmp_path, hr_models.mean_color())) as plant,
+        hp.ProcessWorker(plant.endpoints, tmp_path, "--device", "auto") as worker,
+    ):
+        plant.wait_for_workers()
+        (shown,) = plant.ready_workers()
+        outcomes = plant.outcomes(*numbered(EIGHT))
+        log = worker.stderr()
+
+    assert [hp.mean(outcome)[0] for outcome in outcomes] == list(EIGHT)
+    assert (shown["engine"], shown["device"]) == ("cpu", "cpu")
+    (said,) = [line for line in log.splitlines() if "running on the CPU" in line]
+    assert "no CUDA" in said
 
 
 def test_threads_follow_what_the_process_may_use() -> None:

@@ -35,7 +35,7 @@ from headrace.protocol.messages import (
     SizeClassSpec,
     WorkerHello,
 )
-from headrace.workers.devices import Device, choose_device
+from headrace.workers.devices import Device, choose_device, why_no_cuda
 from headrace.workers.process import WorkerSettings, make_shell
 
 SMALL = SizeClassSpec("small", 8, 8, 8)
@@ -239,12 +239,17 @@ def test_garbage_from_the_broker_is_survived(broker: FakeBroker, tmp_path: Path)
 # -- devices ------------------------------------------------------------------------------------------
 
 
+without_gpu = pytest.mark.skipif(not why_no_cuda(), reason="this machine has a GPU")
+
+
+@without_gpu
 def test_ort_01_cuda_that_is_not_there_is_an_error_with_a_reason() -> None:
     """ORT-01: never a silent fallback."""
     with pytest.raises(DeviceError, match=r"device cuda: .*use --device cpu"):
         choose_device("cuda", 1)
 
 
+@without_gpu
 def test_ort_01_auto_says_what_it_took() -> None:
     device = choose_device("auto", 1)
 

@@ -370,7 +370,9 @@ class TestBatchEnds:
 
             assert [end[2:] for end in hr.ends(actions)] == [("error", "result_count")] * 4
             assert f"expected 4 results, got {count}" in hr.outcomes(actions)[0].message
-        assert driver.core.status(driver.now_ns)["error_by_code"] == {"result_count": 8}
+        status = driver.core.status(driver.now_ns)
+        assert status["error_by_code"] == {"result_count": 8}
+        assert list(status["error_by_model"].values()) == [{"result_count": 8}]
 
     def test_frame_error_is_that_frame_only(self, driver: hr.CoreDriver) -> None:
         """BAT-01: one damaged image in a batch; its neighbours have results."""

@@ -3,28 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hr_models
 import pytest
 
 from headrace.errors import DeviceError, ModelError
+from headrace.workers.cuda import ort_session
 from headrace.workers.cuda.device import CudaFaultError, OutOfMemoryError, SessionOptions
-from headrace.workers.cuda.ort_session import CPU_PROVIDER, open_cuda_session, strays_of
+from headrace.workers.cuda.ort_session import CPU_PROVIDER, CUDA_PROVIDER, open_cuda_session, strays_of
+from headrace.workers.devices import why_no_cuda
 from headrace.workers.onnx_model import open_session, read_model
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
 def test_a_session_that_is_not_on_the_gpu_is_refused(tmp_path: Path) -> None:
     """ORT-01: ONNX Runtime falls back to the CPU without a word; the session's own list tells."""
-    import onnxruntime
-
-    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
-        pytest.skip("this ONNX Runtime has CUDA")
+    if not why_no_cuda():
+        pytest.skip("this machine has a GPU")
     model = read_model(str(hr_models.write(tmp_path, hr_models.mean_color())))
 
     with pytest.raises((DeviceError, ModelError), match="CUDA"):
         open_cuda_session(model, SessionOptions(), compute_stream=1)
+
+
+def test_what_bounds_a_session_is_asked_of_the_provider(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ORT-06: its arena grows by what is asked for, up to gpu_memory_mb and no further."""
+    asked: list[Any] = []
+
+    def opened(_model: object, options: Any, providers: Any) -> Any:
+        asked.extend([options, *providers])
+        return SimpleNamespace(
+            get_providers=lambda: [CUDA_PROVIDER, CPU_PROVIDER],
+            get_outputs=list,
+            get_provider_graph_assignment_info=list,
+        )
+
+    monkeypatch.setattr(ort_session, "open_session", opened)
+    model = read_model(str(hr_models.write(tmp_path, hr_models.mean_color())))
+
+    session = open_cuda_session(model, SessionOptions(memory_limit_bytes=2**30), compute_stream=77)
+
+    _, (name, provider) = asked
+    assert (name, session.has_graphs) == (CUDA_PROVIDER, True)
+    assert provider == {
+        "device_id": "0",
+        "enable_cuda_graph": "1",
+        "user_compute_stream": "77",
+        "arena_extend_strategy": "kSameAsRequested",
+        "cudnn_conv_algo_search": "HEURISTIC",
+        "fuse_conv_bias": "0",
+        "prefer_nhwc": "0",
+        "gpu_mem_limit": str(2**30),
+    }
 
 
 def test_the_default_stream_can_not_be_the_compute_stream(tmp_path: Path) -> None:
