@@ -181,7 +181,8 @@ class Reloads:
                     worker.loads[key] = False
                     reason = f"worker {worker.id} could not load it ({answer.code}): {answer.message}"
                     self._give_up(key, Code.LOAD_FAILED, reason, now_ns, actions)
-            case events.BatchCompared(_, compared):
+            case _:
+                compared = event.compared
                 model = self._candidate_model(compared.version)
                 if model is not None and model.reload is not None and model.reload.phase is Phase.COMPARING:
                     key = (model.spec.name, compared.version)
@@ -370,19 +371,20 @@ class Reloads:
             return
         if model.reload.is_active:
             self._fail(model, Code.RELOAD_REFUSED, "it was given up, as asked", now_ns, actions)
-        elif model.kept is not None:
-            model.retired.append(model.live)
-            kept, model.kept = model.kept, None
-            self._go_live(model, kept)
-            self._end(model, model.reload, Phase.ROLLED_BACK, now_ns, actions)
+            return
+        assert model.kept is not None  # noqa: S101 - find_refusal has looked
+        model.retired.append(model.live)
+        kept, model.kept = model.kept, None
+        self._go_live(model, kept)
+        self._end(model, model.reload, Phase.ROLLED_BACK, now_ns, actions)
 
     def _commit(self, reference: str, event: events.CommitAsked, now_ns: int, actions: list[Action]) -> None:
         model = self._models.find(reference)
         if model is None or model.reload is None or self.find_refusal(event) is not None:
             return
-        if model.kept is not None:
-            model.retired.append(model.kept)
-            model.kept = None
+        assert model.kept is not None  # noqa: S101 - find_refusal has looked
+        model.retired.append(model.kept)
+        model.kept = None
         self._end(model, model.reload, Phase.COMMITTED, now_ns, actions)
 
     def _fail(self, model: ServedModel, code: Code, message: str, now_ns: int, actions: list[Action]) -> None:

@@ -16,6 +16,7 @@ from headrace.protocol import codec
 from headrace.protocol.messages import (
     Batch,
     Cancel,
+    Compared,
     Discover,
     Done,
     Failed,
@@ -25,6 +26,8 @@ from headrace.protocol.messages import (
     Heartbeat,
     Hello,
     Limits,
+    Loaded,
+    NotLoaded,
     Outcome,
     Outcomes,
     Ready,
@@ -170,6 +173,11 @@ class BrokerNode(Node):
         """Tell whether nobody can fetch an outcome any more."""
         return bool(self.core.replay(stream, self.boot, pub_seq, pub_seq, 1)[1])
 
+    def tell(self, event: events.Event) -> None:
+        """Hand over an event that comes from no connection."""
+        self._tell(event, self.world.now_ns)
+        self.wake(self.world.now_ns)
+
     def check(self) -> None:
         """Compare what the core says of itself with what the referee has seen."""
         self.core.check_invariants()
@@ -241,6 +249,12 @@ class BrokerNode(Node):
                 self._tell(events.BatchFailed(peer, message), now_ns)
             case Ready():
                 self._tell(events.WorkerReady(peer, message), now_ns)
+            case Loaded():
+                self._tell(events.ModelLoaded(peer, message), now_ns)
+            case NotLoaded():
+                self._tell(events.ModelNotLoaded(peer, message), now_ns)
+            case Compared():
+                self._tell(events.BatchCompared(peer, message), now_ns)
             case WorkerHello():
                 self._tell(events.WorkerArrived(peer, message), now_ns)
             case Goodbye():
@@ -291,6 +305,8 @@ class BrokerNode(Node):
         match action:
             case act.SendBatch(peer, batch):
                 self._send(peer, self._inlined(batch) if peer in self._remote else batch)
+            case act.SendToWorker(peer, order):
+                self._send(peer, order)
             case act.CancelBatch(peer, number):
                 self._send(peer, Cancel(number))
             case act.GrantCredit(peer, credit):

@@ -18,11 +18,13 @@ from headrace.broker.dispatch import Dispatcher
 from headrace.broker.heartbeats import Heartbeats
 from headrace.broker.hedging import Hedges
 from headrace.broker.inflight import Ledger
+from headrace.broker.model_table import ServedModel
 from headrace.broker.outcomes import OutcomeLog
 from headrace.broker.producer_registry import ProducerRegistry
 from headrace.broker.queues import ClassQueue
 from headrace.broker.records import End, FrameState, Refusal
 from headrace.broker.recovery import Recovery
+from headrace.broker.reloads import Reloads
 from headrace.broker.room import Room
 from headrace.broker.size_class import SizeClasses
 from headrace.broker.stream_table import EpochHistory
@@ -409,6 +411,31 @@ def hedge_budget_ignored(_original: Any) -> Any:
 @_plant(Hedges, "_cancel")
 def hedge_loser_counts(_original: Any) -> Any:
     return lambda _self, _batch, _actions: None
+
+
+# -- reloads -----------------------------------------------------------------------------------------
+
+
+@_plant(Reloads, "_has_in_flight", reload=4.0, way_back=2.0)
+def unloaded_in_flight(_original: Any) -> Any:
+    return lambda _self, _model, _version: False
+
+
+@_plant(ServedModel, "go_live", reload=4.0, way_back=2.0)
+def a_class_is_left_behind(original: Any) -> Any:
+    def go_live(self: Any, spec: Any) -> None:
+        original(self, spec)
+        next(iter(self.classes.values())).live_version = self.spec.version
+
+    return go_live
+
+
+@_plant(OutcomeLog, "_outcome_of", reload=4.0)
+def outcome_names_the_configuration(original: Any) -> Any:
+    def outcome_of(self: Any, pub_seq: int, record: Any, end: Any, now_ns: int) -> Any:
+        return replace(original(self, pub_seq, record, end, now_ns), version=record.version)
+
+    return outcome_of
 
 
 # -- shared memory -----------------------------------------------------------------------------------

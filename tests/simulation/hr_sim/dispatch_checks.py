@@ -72,6 +72,10 @@ class DispatchChecks:
         self._now_ns = now_ns
         self._undecided = []
 
+    def name_of(self, peer: bytes) -> str:
+        """Return the id of the worker on a connection."""
+        return self._holders[peer].id
+
     # -- waiting ------------------------------------------------------------------------------------
 
     def wait(self, seen: Seen) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hr_sim.network import MS, Node
+from hr_sim.reloading import ReloadOrders
 from hr_sim.workers import WorkerNode
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Faults:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._orders = ReloadOrders(world)
         for kind in world.options.rates:
             self._schedule(kind)
 
@@ -146,6 +148,12 @@ class Faults:
             return False
         world.add_subscriber(f"subscriber-late-{len(world.subscribers)}")
         return True
+
+    def _reload(self) -> bool:
+        return self._orders.reload()
+
+    def _way_back(self) -> bool:
+        return self._orders.way_back()
 
     def _nodes(self) -> list[Node]:
         world = self._world

@@ -32,6 +32,9 @@ _RATES: dict[str, tuple[float, float]] = {
     "garbage": (0.2, 4.0),
 }
 
+#: The same, of kinds that were added later: they are drawn last.
+_LATE_RATES: dict[str, tuple[float, float]] = {"reload": (0.3, 3.0), "way_back": (0.1, 2.0)}
+
 #: Faults that frames bring: the share of frames, when they are switched on.
 _SHARES: dict[str, tuple[float, float]] = {
     "poison": (0.001, 0.01),
@@ -167,6 +170,10 @@ def draw(seed: int) -> Options:
         policy=rng.choice((options.policy, options.policy, "deferred")),
         arena_bytes=rng.choice((0, 0, 2_048, 65_536)),
         remote_workers=rng.choice((0, 0, 1)),
+        rates={
+            **options.rates,
+            **{kind: _between(rng, span) for kind, span in _LATE_RATES.items() if rng.random() < 0.3},
+        },
     )
 
 

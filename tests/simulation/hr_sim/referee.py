@@ -19,6 +19,7 @@ from headrace.protocol.messages import BadFrame, Frame, Keep, Outcome, Reject, S
 from hr_sim.book import Result, Seen, Session, Violation
 from hr_sim.dispatch_checks import DispatchChecks
 from hr_sim.models import expected_class
+from hr_sim.reload_checks import ReloadChecks
 
 if TYPE_CHECKING:
     from headrace.broker.outcomes import Account
@@ -63,6 +64,7 @@ class Referee:
         self.pending_bytes = 0
         self.frame_event_count = 0
         self.dispatch = DispatchChecks(self)
+        self.reloads = ReloadChecks(settings)
         self._latest: dict[str, Seen] = {}
         self._deadlines: list[tuple[int, int]] = []
         self._specs = {spec.spec.name: spec.spec for spec in settings.models}
@@ -93,11 +95,13 @@ class Referee:
                     if not isinstance(event, events.Tick):
                         raise Violation(f"a batch is sent by {type(event).__name__}: only a Tick dispatches")
                     self.dispatch.send(peer, batch, now_ns)
+                    self.reloads.send(batch, self.dispatch.name_of(peer))
                 case act.GrantCredit(peer, credit):
                     self._take_credit(peer, credit)
                 case act.SendReject(_, reject):
                     rejects.append(reject)
                 case act.Report(name, values):
+                    self.reloads.report(name, values)
                     if name == "worker lost":
                         self.dispatch.lose(str(values["worker"]), str(values["reason"]), now_ns)
                 case act.SetUpWorker(peer):
@@ -291,6 +295,7 @@ class Referee:
         seen.seq = outcome.seq
         self._judge_order(seen, outcome)
         self._judge_end(seen, outcome, now_ns)
+        self.reloads.judge(seen, outcome)
         seen.status = outcome.status
         self.counts[outcome.status] += 1
         if seen.session is not None:

@@ -10,6 +10,7 @@ from headrace.exit_codes import ExitCode
 from headrace.protocol.messages import (
     Batch,
     ClassProfile,
+    Compared,
     Done,
     Failed,
     FrameResult,
@@ -22,6 +23,7 @@ from headrace.protocol.messages import (
 )
 from headrace.workers import worker_events as ev
 from headrace.workers.worker_session import SessionSettings, State, WorkerSession
+from hr_sim.book import Violation
 from hr_sim.network import MS, Dialer, Link, Node
 
 if TYPE_CHECKING:
@@ -62,6 +64,8 @@ class WorkerNode(Node):
         self._running: Batch | None = None
         self._stale: list[int] = []
         self._dropped: set[int] = set()
+        self._held: dict[tuple[str, str], None] = {}  # models, by name and version
+        self._compared_with: dict[int, str] = {}
         self._device_run = 0
         self.exit_code: int | None = None
         self.wake(self.world.now_ns)
@@ -132,6 +136,8 @@ class WorkerNode(Node):
                     else:
                         self._link.send(self, self.world.wrap(message))
                 case ev.RunBatch(batch):
+                    if (batch.model, batch.version) not in self._held:
+                        raise Violation(f"{self.name} has no {batch.model}:{batch.version} for its batch")
                     self._queue.append(batch)
                     self._run_next()
                 case ev.DropBatch(number):
@@ -151,7 +157,16 @@ class WorkerNode(Node):
                     self._limits = limits
                 case ev.FetchModels(models):
                     self.world.after(5 * MS, self._fetched, (self.run, models))
+                case ev.LoadBeside(spec):
+                    self.world.after(
+                        self.world.rng.choice((5, 60)) * MS, self._loaded_beside, (self.run, spec)
+                    )
+                case ev.UnloadModel(model, version):
+                    self._unload(model, version)
+                case ev.CompareBatch(number, version):
+                    self._compared_with[number] = version
                 case ev.LoadModels(models):
+                    self._held.clear()
                     self.world.after(20 * MS, self._loaded, (self.run, models))
                 case ev.Exit(code):
                     self._exit(code)
@@ -187,17 +202,52 @@ class WorkerNode(Node):
     def _loaded(self, key: tuple[int, tuple[ModelSpec, ...]]) -> None:
         if key[0] != self.run or not self.is_up:
             return
-        options = self.world.options
-        profiles = []
         for spec in key[1]:
-            classes = []
-            for size_class in spec.size_classes:
-                largest = min(size_class.max_batch_size, self._largest)
-                sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < largest] + [largest]
-                buckets = tuple((size, options.batch_ms + options.frame_ms * size) for size in sizes)
-                classes.append(ClassProfile(size_class, buckets))
-            profiles.append(ModelProfile(spec.name, spec.version, tuple(classes), ()))
-        self._feed_later(ev.ModelsLoaded(key[1], tuple(profiles)))
+            self._held[spec.name, spec.version] = None
+        self._feed_later(ev.ModelsLoaded(key[1], tuple(self._profile(spec) for spec in key[1])))
+
+    def _profile(self, spec: ModelSpec) -> ModelProfile:
+        options = self.world.options
+        classes = []
+        for size_class in spec.size_classes:
+            largest = min(size_class.max_batch_size, self._largest)
+            sizes = [size for size in (1, 2, 4, 8, 16, 32) if size < largest] + [largest]
+            buckets = tuple((size, options.batch_ms + options.frame_ms * size) for size in sizes)
+            classes.append(ClassProfile(size_class, buckets))
+        return ModelProfile(spec.name, spec.version, tuple(classes), ())
+
+    def _loaded_beside(self, key: tuple[int, ModelSpec]) -> None:
+        """A model was loaded beside the others; or can't be, or has taken the process with it."""
+        if key[0] != self.run or not self.is_up:
+            return
+        spec, fate = key[1], 1.0 if self.world.is_healing else self.world.rng.random()
+        if fate < 0.05:
+            self.world.count_fault("killed_by_loading")
+            self.kill()
+            self.world.after(50 * MS, self.world.start_again, self)
+        elif fate < 0.15:
+            self.world.count_fault("not_loaded")
+            self._feed_later(ev.BesideFailed(spec, Code.LOAD_FAILED, "it has no batch axis"))
+        else:
+            self._held[spec.name, spec.version] = None
+            self._feed_later(ev.BesideLoaded(spec, self._profile(spec)))
+
+    def _unload(self, model: str, version: str) -> None:
+        inside = [batch for batch in (*self._queue, self._running) if batch is not None]
+        if any((batch.model, batch.version) == (model, version) for batch in inside):
+            raise Violation(f"{self.name} is to let go of {model}:{version} while it runs a batch of it")
+        del self._held[model, version]
+
+    def _compare(self, batch: Batch) -> None:
+        version = self._compared_with.pop(batch.batch, None)
+        if version is not None:
+            # Every third version differs, and now and then one can't be run.
+            max_abs = 1.0 if int(version[1:]) % 3 == 0 else 0.25
+            count = len(batch.frames)
+            error = "it broke" if self.world.rng.random() < 0.02 else ""
+            self._feed_later(
+                ev.BatchCompared(Compared(batch.batch, version, count, count, max_abs, error=error))
+            )
 
     # -- the device ---------------------------------------------------------------------------------
 
@@ -263,6 +313,7 @@ class WorkerNode(Node):
                 results = results[:-1] or results * 2
             run_us = key[1] // 1_000
             self._answer(Done(batch.batch, tuple(results), 10, run_us, run_us + 20))
+            self._compare(batch)
         self._run_next()
 
     def _stage(self, batch: Batch) -> list[int]:

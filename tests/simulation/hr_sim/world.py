@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
+from headrace.broker.reload_state import Phase, Reload
 from headrace.clients.subscriber_events import Mode, Start
 from headrace.errors import Code, RemoteProtocolError
 from headrace.protocol import codec
@@ -69,6 +70,11 @@ class Summary:
         for mine, theirs in ((self.faults, other.faults), (self.outcomes, other.outcomes)):
             for kind, number in theirs.items():
                 mine[kind] = mine.get(kind, 0) + number
+
+
+def is_under_way(reload: Reload) -> bool:
+    """Tell whether a reload still has to end by itself."""
+    return reload.is_active or reload.phase is Phase.SWITCHING
 
 
 class World:
@@ -242,6 +248,8 @@ class World:
         core = self.broker.core
         if core.ledger.batches or any(served.waiting_count for served in core.models.classes):
             return "slots are taken or frames wait"
+        if any(model.retired or (model.reload and is_under_way(model.reload)) for model in core.models.all()):
+            return "a reload is under way, or an old version is still loaded"
         for subscriber in self.subscribers:
             hole = subscriber.record.hole()
             if hole is not None:
