@@ -46,6 +46,53 @@ def test_a_reshape_to_a_fixed_batch_is_opened(tmp_path: Path, shape: list[int]) 
     assert model.inputs[0].shape == (-1, 2, 3)
 
 
+def test_a_batch_that_was_multiplied_into_the_first_axis_is_opened(tmp_path: Path) -> None:
+    """[batch, 2, 3] to [2 * batch, 3] and back, as attention splits its heads."""
+    nodes = [
+        helper.make_node("Reshape", ["x", "apart"], ["heads"]),
+        helper.make_node("Reshape", ["heads", "joined"], ["y"]),
+    ]
+    shapes = {"apart": np.array([2, 3], np.int64), "joined": np.array([1, 2, 3], np.int64)}
+    model = open_batch_axis(_model(tmp_path, nodes, [1, 2, 3], shapes))
+
+    assert prove_rows(model, _feed(), 1e-6) == 0.0
+
+
+def test_a_constant_that_is_reshaped_keeps_its_shape(tmp_path: Path) -> None:
+    """It has no batch: 0 would copy its own first axis."""
+    nodes = [
+        helper.make_node("Reshape", ["bias", "s"], ["wide"]),
+        helper.make_node("Add", ["x", "wide"], ["y"]),
+    ]
+    constants = {"bias": np.arange(2, dtype=np.float32), "s": np.array([1, 2, 1], np.int64)}
+    model = open_batch_axis(_model(tmp_path, nodes, [1, 2, 3], constants))
+
+    assert prove_rows(model, _feed(), 1e-6) == 0.0
+
+
+def test_a_row_that_is_longer_for_its_neighbours_is_refused(tmp_path: Path) -> None:
+    """BAT-13: lists padded to the longest of the batch can't be compared or trusted."""
+    nodes = [
+        helper.make_node("Greater", ["x", "zero"], ["is"]),
+        helper.make_node("Cast", ["is"], ["ones"], to=TensorProto.INT64),
+        helper.make_node("ReduceSum", ["ones", "axes"], ["counts"], keepdims=0),
+        helper.make_node("ReduceMax", ["counts"], ["most"], keepdims=1),
+        helper.make_node("Slice", ["flat", "from", "most", "axis"], ["y"]),
+        helper.make_node("Reshape", ["x", "s"], ["flat"]),
+    ]
+    constants = {
+        "zero": np.array(0, np.float32),
+        "axes": np.array([1, 2], np.int64),
+        "from": np.array([0], np.int64),
+        "axis": np.array([1], np.int64),
+        "s": np.array([1, 6], np.int64),
+    }
+    model = open_batch_axis(_model(tmp_path, [*nodes[:4], nodes[5], nodes[4]], [1, 6], constants))
+
+    with pytest.raises(ModelError, match="depends on its neighbours"):
+        prove_rows(model, _feed(), 1e-6)
+
+
 def test_a_shape_that_other_nodes_read_stays_as_it_was(tmp_path: Path) -> None:
     """Only the Reshape gets a constant of its own."""
     nodes = [
