@@ -9,7 +9,8 @@ the owner lives it stays open: a producer that was taken for dead may have sent 
 that is looked at in ``sweep``, once per upkeep and not per frame.
 
 The payloads themselves are not read here but for two cases: a worker of another host gets them inline, and
-the quarantine of poison frames compares contents.
+the quarantine of poison frames compares contents. So the broker maps nothing: an arena costs it one
+descriptor, and none is opened when half of all descriptors are in use: the rest is for connections.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from pathlib import Path
 
 import structlog
 
-from headrace.arena import ArenaReader, reclaim
+from headrace.arena import ArenaFile, reclaim
 from headrace.broker.counters import ArenaCounts
+from headrace.descriptors import Descriptors
 from headrace.errors import ArenaError, InvalidFrameError
 from headrace.protocol.messages import Batch, Frame, Hello, ShmRef
 
@@ -31,13 +33,20 @@ log = structlog.get_logger()
 class Arenas:
     """All open arenas by name. Owned by the loop's thread."""
 
-    def __init__(self, folder: Path | None, host_key: str, max_count: int = 1_000) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        host_key: str,
+        max_count: int = 1_000,
+        descriptors: Descriptors | None = None,
+    ) -> None:
         """Remove what dead producers have left. ``folder`` None: the lane is off. At most ``max_count``
-        arenas are open at once; producers beyond it send inline."""
+        arenas are open at once, and fewer when descriptors are short; producers beyond it send inline."""
         self._max_count = max_count
+        self.descriptors = descriptors or Descriptors()
         self._folder = folder
         self._host_key = host_key if folder is not None else ""
-        self._open: dict[str, ArenaReader] = {}
+        self._open: dict[str, ArenaFile] = {}
         self.counts = ArenaCounts()
         if folder is not None:
             self._count_reclaimed(reclaim(folder))
@@ -47,15 +56,17 @@ class Arenas:
         if self._folder is None or not hello.arena or not self.is_here(hello.host_key):
             return 0
         reader = self._open.get(hello.arena)
-        if reader is None and len(self._open) >= self._max_count:
-            log.warning("arena not usable", producer=hello.name, reason=f"{self._max_count} are open already")
-            return 0
         if reader is None:
+            reason = self._why_no_more()
+            if reason:
+                log.warning("arena not usable", producer=hello.name, reason=reason)
+                return 0
             try:
-                reader = ArenaReader.open(hello.arena, self._folder, is_held=True)
+                reader = ArenaFile.open(hello.arena, self._folder, is_held=True)
             except ArenaError as error:
                 log.warning("arena not usable", producer=hello.name, reason=str(error))
                 return 0
+            self.descriptors.note_opened()
         if reader.epoch != hello.epoch:
             log.warning("arena not usable", producer=hello.name, reason="it is another producer's")
             if hello.arena not in self._open:
@@ -65,6 +76,16 @@ class Arenas:
         self.counts.open_count = len(self._open)
         return reader.nbytes
 
+    def _why_no_more(self) -> str:
+        if len(self._open) >= self._max_count:
+            return f"{self._max_count} are open already"
+        open_count, limit = self.descriptors.open_count(), self.descriptors.limit
+        if open_count >= limit // 2:
+            return (
+                f"{open_count} of {limit} descriptors are in use: raise the limit on open files (ulimit -n)"
+            )
+        return ""
+
     def is_here(self, host_key: str) -> bool:
         """Tell whether a peer can share memory with this broker."""
         return bool(host_key) and host_key == self._host_key
@@ -72,7 +93,7 @@ class Arenas:
     def copy(self, ref: ShmRef) -> bytes | None:
         """Return the payload of an unfinished frame, None when its slot is no longer the frame's.
 
-        A copy, so that the broker never reads a mapping, which dies of a file that was cut short."""
+        A copy by way of the file: who reads a mapping dies of a file that was cut short."""
         reader = self._open.get(ref.arena)
         if reader is None:
             return None

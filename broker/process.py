@@ -31,6 +31,7 @@ from headrace.broker.model_store import ModelStore
 from headrace.broker.shell import Shell
 from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.broker.sockets import Role
+from headrace.descriptors import Descriptors, raise_limit
 from headrace.errors import JournalError
 from headrace.exit_codes import ExitCode
 from headrace.host import host_key
@@ -59,7 +60,8 @@ class Broker:
             core_settings = store.with_files(settings.core)
             boot = secrets.randbits(64)
             key = host_key(settings.shm_folder)
-            arenas = Arenas(settings.shm_folder, key, core_settings.max_producers)
+            descriptors = Descriptors()
+            arenas = Arenas(settings.shm_folder, key, core_settings.max_producers, descriptors)
             stack.callback(arenas.close)
             core = BrokerCore(core_settings, boot, arenas.copy)
             journal = _open_journal(settings, core)
@@ -127,6 +129,7 @@ def run(settings: ShellSettings, *, on_ready: Callable[[Endpoints], None] | None
     """
     if not structlog.is_configured():
         logs.configure()
+    raise_limit()
     with Broker(settings) as broker:
         is_main = threading.current_thread() is threading.main_thread()
         with broker.drained_by_signals() if is_main else contextlib.nullcontext():

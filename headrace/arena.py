@@ -36,9 +36,10 @@ import sys
 import threading
 import weakref
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from headrace.errors import ArenaError, Code, InvalidFrameError
+from headrace.free_memory import free_memory_bytes
 from headrace.protocol.messages import ShmRef
 from headrace.slot_allocator import ALIGNMENT, SlotAllocator
 
@@ -71,7 +72,8 @@ _ANY_NAME: Final = re.compile(r"headrace-[0-9a-f]{16}\.arena(\.new)?")
 #: in that folder, does not keep its reader waiting for a writer.
 _READ_FLAGS: Final = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
-#: Names drawn before giving up: a reclaim may remove a file in the instant between its making and its lock.
+#: Names drawn before giving up: one may be taken, and a reclaim may remove a file in the instant between its
+#: making and its lock.
 _ATTEMPTS: Final = 8
 
 #: For a forked child, which inherits the locks of its parent and must not keep them alive.
@@ -116,7 +118,9 @@ class ArenaWriter:
                     return cls(folder, *made)
         except OSError as error:
             raise ArenaError(f"no arena of {size} bytes in {folder}: {error.strerror}") from None
-        raise ArenaError(f"no arena in {folder}: its file was removed {_ATTEMPTS} times while it was made")
+        raise ArenaError(
+            f"no arena in {folder}: {_ATTEMPTS} times its name was taken or its file removed in the making"
+        )
 
     def take(self, nbytes: int) -> ShmRef | None:
         """Take a slot of ``nbytes`` (1 or more); None when none so large is free."""
@@ -183,27 +187,22 @@ class ArenaWriter:
             os.close(lock_fd)
 
 
-class ArenaReader:
-    """Another process's arena, mapped read-only. Belongs to one thread.
+class ArenaFile:
+    """Another process's arena, read by way of its file: one descriptor and no mapping. Belongs to one thread.
 
-    ``epoch`` is the producer's. ``memory`` is the whole mapping from its page-aligned base, for whoever
-    wants to register it with a device.
-    """
+    ``epoch`` is the producer's."""
 
-    def __init__(self, folder: Path, name: str, fd: int, memory: mmap.mmap) -> None:
+    def __init__(self, folder: Path, name: str, fd: int, nbytes: int) -> None:
         """Use ``open``."""
         self.folder = folder
         self.name = name
-        self.nbytes = len(memory)
-        self.memory = memoryview(memory)
+        self.nbytes = nbytes
         self._fd = fd
-        self._mmap = memory
-        self._words = self.memory.cast("Q")
-        self.epoch = self._words[3]
+        self.epoch = _read_word(fd, 3)
 
     @classmethod
-    def open(cls, name: str, folder: Path = SHM_FOLDER, *, is_held: bool = False) -> ArenaReader:
-        """Map the arena ``name``. ``is_held``: nobody removes it while this reader is open.
+    def open(cls, name: str, folder: Path = SHM_FOLDER, *, is_held: bool = False) -> Self:
+        """Open the arena ``name``. ``is_held``: nobody removes it while this is open.
 
         Raises ArenaError for a name that is none of ours, a file that is not there, is no arena, or is not
         this user's alone.
@@ -217,31 +216,13 @@ class ArenaReader:
         try:
             if is_held:
                 fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            size = _checked_size(name, fd)
-            memory = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+            return cls(folder, name, fd, _checked_size(name, fd))
         except OSError as error:
             os.close(fd)
-            raise ArenaError(f"arena {name} can't be mapped: {error.strerror}") from None
+            raise ArenaError(f"arena {name} can't be opened: {error.strerror}") from None
         except ArenaError:
             os.close(fd)
             raise
-        return cls(folder, name, fd, memory)
-
-    def view(self, ref: ShmRef) -> memoryview:
-        """Return the payload of a slot. Call ``check`` once it is copied.
-
-        Raises InvalidFrameError ``stale_slot`` when the slot is no longer that of this frame.
-        """
-        self.check(ref)
-        return self.memory[ref.offset : ref.offset + ref.nbytes]
-
-    def check(self, ref: ShmRef) -> None:
-        """Raise InvalidFrameError ``stale_slot`` unless the slot is this frame's. Every number of ``ref``
-        comes from a peer."""
-        self._check_place(ref)
-        word = (ref.offset - BLOCK_HEADER_BYTES) // _WORD_BYTES
-        if self._words[word] != ref.generation or self._words[word + 1] != ref.nbytes or not ref.generation:
-            raise self._stale(ref)
 
     def _check_place(self, ref: ShmRef) -> None:
         start = ref.offset - BLOCK_HEADER_BYTES
@@ -261,9 +242,10 @@ class ArenaReader:
         )
 
     def copy(self, ref: ShmRef) -> bytes:
-        """Return the payload of a slot. Raises InvalidFrameError ``stale_slot`` as ``view`` does.
+        """Return the payload of a slot. Raises InvalidFrameError ``stale_slot`` when the slot is no longer
+        that of this frame. Every number of ``ref`` comes from a peer.
 
-        Read by way of the file: where it was cut short meanwhile, there is less to read, but no SIGBUS."""
+        Where the file was cut short meanwhile, there is less to read, but no SIGBUS."""
         self._check_place(ref)
         before = self._read_header(ref)
         copied = os.pread(self._fd, ref.nbytes, ref.offset)
@@ -271,6 +253,10 @@ class ArenaReader:
         if not is_same or not ref.generation or len(copied) != ref.nbytes:
             raise self._stale(ref)
         return copied
+
+    def is_whole(self) -> bool:
+        """Tell whether the file has the size that it had: nobody has cut it short."""
+        return os.fstat(self._fd).st_size == self.nbytes
 
     def reclaim(self) -> bool:
         """Remove the file if nobody else holds it, and tell whether it is gone; else go on holding it."""
@@ -293,8 +279,44 @@ class ArenaReader:
         return os.fstat(self._fd).st_nlink == 0
 
     def close(self) -> None:
-        """Unmap it, and drop the hold on the file."""
+        """Close it, and drop the hold on the file."""
         os.close(self._fd)
+
+
+class ArenaReader(ArenaFile):
+    """Another process's arena, mapped read-only. Belongs to one thread.
+
+    ``memory`` is the whole mapping from its page-aligned base, for whoever wants to register it with a
+    device. Reading it beyond the end of a file that was cut short is a SIGBUS: ask ``is_whole`` first. A copy
+    out of the mapping takes a third of the time of one by way of the file.
+    """
+
+    def __init__(self, folder: Path, name: str, fd: int, nbytes: int) -> None:
+        """Use ``open``. Raises OSError."""
+        super().__init__(folder, name, fd, nbytes)
+        self._mmap = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.memory = memoryview(self._mmap)
+        self._words = self.memory.cast("Q")
+
+    def view(self, ref: ShmRef) -> memoryview:
+        """Return the payload of a slot. Call ``check`` once it is copied.
+
+        Raises InvalidFrameError ``stale_slot`` when the slot is no longer that of this frame.
+        """
+        self.check(ref)
+        return self.memory[ref.offset : ref.offset + ref.nbytes]
+
+    def check(self, ref: ShmRef) -> None:
+        """Raise InvalidFrameError ``stale_slot`` unless the slot is this frame's. Every number of ``ref``
+        comes from a peer."""
+        self._check_place(ref)
+        word = (ref.offset - BLOCK_HEADER_BYTES) // _WORD_BYTES
+        if self._words[word] != ref.generation or self._words[word + 1] != ref.nbytes or not ref.generation:
+            raise self._stale(ref)
+
+    def close(self) -> None:
+        """Unmap it, and drop the hold on the file."""
+        super().close()
         self._words.release()
         # Where a view is left (the traceback of an error, say) the mapping goes with it.
         with contextlib.suppress(BufferError):
@@ -343,10 +365,18 @@ def _check_room(folder: Path, size: int) -> None:
             f"{folder} is too small for shared memory: {size} bytes are needed, {free} are free; make it"
             " larger (Docker: --shm-size) or the arena smaller (shm_bytes)"
         )
+    # The folder may be larger than what memory is left; filling it would then call the out-of-memory killer.
+    left = free_memory_bytes()
+    if left is not None and left < size:
+        raise ArenaError(
+            f"{size} bytes of shared memory are needed, {left} bytes of memory are left to this process: make"
+            " the arena smaller (shm_bytes), or raise the container's limit"
+        )
 
 
 def _make_file(folder: Path, size: int, epoch: int) -> tuple[str, int, mmap.mmap] | None:
-    """Make, reserve, fill in and name an arena's file; None when a reclaim took it in the making.
+    """Make, reserve, fill in and name an arena's file; None when a reclaim took it in the making, or when
+    another one has the name.
 
     Returns its name, the descriptor that holds its lock, and the mapping. Raises OSError.
     """
@@ -374,9 +404,19 @@ def _make_file(folder: Path, size: int, epoch: int) -> tuple[str, int, mmap.mmap
         memory[: 4 * _WORD_BYTES] = b"".join(
             number.to_bytes(_WORD_BYTES, sys.byteorder) for number in (_MAGIC, _VERSION, size, epoch)
         )
-        new.rename(folder / name)
+        # Not renamed: that would take the name away from another producer's arena, should it have it already.
+        try:
+            (folder / name).hardlink_to(new)
+        except FileExistsError:
+            memory.close()
+            return None
+        new.unlink()
         undo.pop_all()
     return name, lock_fd, memory
+
+
+def _read_word(fd: int, index: int) -> int:
+    return int.from_bytes(os.pread(fd, _WORD_BYTES, index * _WORD_BYTES), sys.byteorder)
 
 
 def _checked_size(name: str, fd: int) -> int:
@@ -390,9 +430,7 @@ def _checked_size(name: str, fd: int) -> int:
         raise ArenaError(f"arena {name} is not a file of this user alone")
     if not about.st_nlink:
         raise ArenaError(f"arena {name} was removed")
-    words = [
-        int.from_bytes(os.pread(fd, _WORD_BYTES, index * _WORD_BYTES), sys.byteorder) for index in range(3)
-    ]
+    words = [_read_word(fd, index) for index in range(3)]
     is_whole = about.st_size >= MIN_ARENA_BYTES and about.st_size % mmap.PAGESIZE == 0
     if words[:2] != [_MAGIC, _VERSION] or words[2] != about.st_size or not is_whole:
         raise ArenaError(f"{name} is no arena of version {_VERSION}")

@@ -14,6 +14,7 @@ import structlog
 
 from headrace import __version__, addresses
 from headrace.arena import reclaim
+from headrace.descriptors import raise_limit
 from headrace.errors import HeadraceError
 from headrace.exit_codes import ExitCode
 from headrace.host import host_key
@@ -80,6 +81,7 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
     session_settings = SessionSettings(
         slots=settings.slots, grace_ms=settings.grace_ms, give_up_ms=settings.give_up_ms
     )
+    raise_limit()
     if settings.shm_folder is not None:
         reclaim(settings.shm_folder)
     log.info(

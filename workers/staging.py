@@ -175,6 +175,7 @@ class Stager:
                 f"batch of {len(batch.frames)} is above this worker's largest of {plan.buckets[-1]}"
                 f" for {batch.model} {batch.size_class}",
             )
+        self._arenas.begin_batch()
         plan, is_dynamic = _with_fixed_shapes(plan, batch)
         buffers = _new_buffers(plan, bucket) if is_dynamic else self._pool.take(plan, bucket)
         rows: list[StagedRow] = []

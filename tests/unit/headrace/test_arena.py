@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from headrace.arena import (
     HEADER_BYTES,
     MIN_ARENA_BYTES,
+    ArenaFile,
     ArenaReader,
     ArenaWriter,
     reclaim,
@@ -263,7 +264,7 @@ def test_a_file_that_is_removed_again_and_again_is_given_up(
     """Bounded: somebody cleans the folder."""
     monkeypatch.setattr(fcntl, "flock", lambda _fd, _operation: [p.unlink() for p in tmp_path.iterdir()])
 
-    with pytest.raises(ArenaError, match="removed 8 times"):
+    with pytest.raises(ArenaError, match="its file removed in the making"):
         ArenaWriter.create(NBYTES, 1, tmp_path)
 
 
@@ -318,14 +319,47 @@ def test_only_arenas_of_this_user_are_opened(writer: ArenaWriter, tmp_path: Path
         refused("no arena of version")
 
 
+def test_an_arena_beyond_the_memory_that_is_left_is_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of memory may promise more than there is: writing there would be a SIGBUS, or a kill."""
+    monkeypatch.setattr("headrace.arena.free_memory_bytes", lambda: NBYTES - 1)
+
+    with pytest.raises(ArenaError, match=f"{NBYTES} bytes .* are needed, {NBYTES - 1} bytes"):
+        ArenaWriter.create(NBYTES, 1, tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_is_taken_is_left_to_its_owner(
+    writer: ArenaWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second arena under that name gets another one; where there is none to be had, it says so."""
+    ref = put(writer, b"abc")
+    taken = writer.name.removeprefix("headrace-").removesuffix(".arena")
+    names = [taken, "0123456789abcdef"]
+    monkeypatch.setattr("headrace.arena.secrets.token_hex", lambda _nbytes: names.pop(0) if names else taken)
+
+    other = ArenaWriter.create(NBYTES, 8, tmp_path)
+    with pytest.raises(ArenaError, match="8 times its name was taken"):
+        ArenaWriter.create(NBYTES, 9, tmp_path)
+
+    assert other.name == "headrace-0123456789abcdef.arena"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([writer.name, other.name])
+    assert ArenaFile.open(writer.name, tmp_path).copy(ref) == b"abc"
+    other.close()
+
+
 def test_a_copy_out_of_a_file_that_was_cut_short_is_stale(tmp_path: Path) -> None:
     """Whatever is cut off, the broker, which copies, gets an error of one frame and no SIGBUS."""
     for left_bytes in (HEADER_BYTES + 4096, HEADER_BYTES, 0):
         writer = ArenaWriter.create(NBYTES, 7, tmp_path)
         ref = put(writer, bytes(range(256)) * 64)
         reader = ArenaReader.open(writer.name, tmp_path)
+        assert reader.is_whole()
         os.truncate(tmp_path / writer.name, left_bytes)
         assert is_stale(reader, ref)
+        assert not reader.is_whole()
         reader.close()
         writer.close()
 

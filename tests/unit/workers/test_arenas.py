@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -129,6 +130,34 @@ def test_mappings_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     mappings.close()
     for writer in writers:
         writer.close()
+
+
+def test_mappings_leave_half_of_the_descriptors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the limit on open files is low, fewer arenas are mapped at once."""
+    monkeypatch.setattr(arenas, "limits", lambda: (40, 40))
+
+    assert ArenaMappings(tmp_path).max_count == 10
+
+
+def test_an_arena_that_was_cut_short_is_stale_and_ends_nobody(tmp_path: Path) -> None:
+    """Reading the mapping would be a SIGBUS: frames of that arena end, their neighbours run, and so does the
+    next batch."""
+    cut, good = (ArenaWriter.create(NBYTES, 7, tmp_path) for _ in range(2))
+    stager = Stager(BufferPool(), Limits(), ArenaMappings(tmp_path))
+    frames = [in_slot(writer, raw_frame(RGB)) for writer in (cut, good, cut)]
+    assert stager.stage(batch_of(*frames), image_plan()).failures == {}
+    os.truncate(tmp_path / cut.name, 4096)
+
+    for _ in range(2):  # with a mapping from before, and without one
+        result = stager.stage(batch_of(*frames), image_plan())
+
+        assert {index: failure.code for index, failure in result.failures.items()} == {
+            0: Code.STALE_SLOT,
+            2: Code.STALE_SLOT,
+        }
+        assert [row.index for row in result.rows] == [1]
+    good.close()
+    cut.close()
 
 
 @pytest.mark.parametrize("folder", ["here", None], ids=["no such arena", "lane off"])
