@@ -62,6 +62,10 @@ _HOME: dict[type, Role] = {
     Request: Role.CONTROL,
 }
 
+#: Descriptors that no producer gets, at most: those of subscribers, workers and callers, of recordings and of a
+#: reload. An eighth of all where there are few.
+SPARE_DESCRIPTORS = 64
+
 _SUBSCRIBE = 1
 _UNSUBSCRIBE = 0
 
@@ -159,12 +163,25 @@ class Inbound:
             case Heartbeat():
                 self._tell(events.PeerHeard(peer, is_heartbeat=True), now_ns)
             case Hello():
-                self._tell(events.ProducerArrived(peer, message, self._arenas.open(message)), now_ns)
+                self._take_hello(peer, message, now_ns)
             case Goodbye():
                 self._outbound.forget(peer)
                 self._tell(events.ProducerLeft(peer), now_ns)
             case Discover():
                 self._outbound.introduce(peer)
+
+    def _take_hello(self, peer: bytes, hello: Hello, now_ns: int) -> None:
+        descriptors = self._arenas.descriptors
+        if descriptors.open_count() > descriptors.limit - min(SPARE_DESCRIPTORS, descriptors.limit // 8):
+            message = (
+                f"{descriptors.open_count()} of the broker's {descriptors.limit} descriptors are in use: its"
+                " limit on open files (ulimit -n) allows no more producers"
+            )
+            log.warning("producer refused", producer=hello.name, reason=message)
+            self._outbound.refuse(peer, RemoteProtocolError(Code.TOO_MANY_PRODUCERS, message))
+            return
+        descriptors.note_opened()  # that of its connection, which the last count may not have seen
+        self._tell(events.ProducerArrived(peer, hello, self._arenas.open(hello)), now_ns)
 
     def _record(self, message: Frames, now_ns: int) -> None:
         if self._recording.is_on:
