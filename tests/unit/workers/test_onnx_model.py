@@ -129,6 +129,31 @@ def test_external_weights_load_from_a_cache_of_hashed_names(tmp_path: Path, pref
     assert engine.profile(ModelKey("m", "1")).inputs[0].name == "x"
 
 
+def test_weights_beyond_two_gigabytes_are_reached(tmp_path: Path) -> None:
+    """ORT-09: one protobuf message ends there, and so do 32-bit offsets. The file is a hole but for its end."""
+    begin = 5 * 2**29
+    values = np.arange(6, dtype=np.float32)
+    with (tmp_path / "weights.bin").open("wb") as file:
+        file.seek(begin)
+        file.write(values.tobytes())
+    weights = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[6], data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", "weights.bin"), ("offset", begin), ("length", values.nbytes)):
+        weights.external_data.add(key=key, value=str(value))
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "far",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 6])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 6])],
+        [weights],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+
+    session = open_session(read_model(str(hr_models.write(tmp_path, model))), onnxruntime.SessionOptions())
+
+    (output,) = session.run(None, {"x": np.ones((1, 6), np.float32)})
+    np.testing.assert_array_equal(output[0], values + 1)
+
+
 def test_missing_weights_are_named(tmp_path: Path) -> None:
     """ORT-09: the error names the file that is not there, and an empty one too."""
     path = hr_models.write_with_weights(tmp_path, hr_models.matrix_multiply(8))
