@@ -17,7 +17,7 @@ from headrace.broker.control import Control
 from headrace.broker.counters import Counters, count
 from headrace.broker.outbound import PREFIXES, Outbound
 from headrace.broker.recording import Recording
-from headrace.broker.sockets import Role, Socket, receive, receive_routed
+from headrace.broker.sockets import Role, Socket, has_message, receive, receive_routed
 from headrace.errors import Code, RemoteProtocolError, UnexpectedTypeError
 from headrace.protocol import codec
 from headrace.protocol.messages import (
@@ -62,8 +62,8 @@ _HOME: dict[type, Role] = {
     Request: Role.CONTROL,
 }
 
-#: Descriptors that no producer gets, at most: those of subscribers, workers and callers, of recordings and of a
-#: reload. An eighth of all where there are few.
+#: Descriptors that no producer gets, at most: those of subscribers, workers and callers, of recordings and of
+#: a reload. An eighth of all where there are few.
 SPARE_DESCRIPTORS = 64
 
 _SUBSCRIBE = 1
@@ -110,6 +110,10 @@ class Inbound:
         taken = 0
         try:
             for _ in range(max_count):
+                # On an idle system one message comes at a time. Behind a second there are more, and asking
+                # for each costs more than the exception that ends it.
+                if taken == 1 and not has_message(self._sockets[role]):
+                    break
                 if take is None:
                     self._take_routed(role, now)
                 else:

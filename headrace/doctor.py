@@ -15,6 +15,7 @@ from enum import StrEnum
 from importlib import metadata
 from pathlib import Path
 
+from headrace import descriptors
 from headrace.arena import SHM_FOLDER
 from headrace.build_kind import is_compiled
 
@@ -219,7 +220,7 @@ def _threads(host: Host) -> Finding:
 
 
 def _files(host: Host) -> Finding:
-    text = f"{host.open_files} files may be open at once"
+    text = f"a broker or worker may have {host.open_files} files open at once"
     if host.open_files < WANTED_FILES:
         remedy = f"ulimit -n {WANTED_FILES}, or LimitNOFILE={WANTED_FILES} in the systemd unit"
         return Finding("open files", Verdict.WARNING, text, remedy)
@@ -280,10 +281,8 @@ def _first_gpu() -> Gpu:
 
 
 def _open_files() -> int:
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 2**31 if soft == resource.RLIM_INFINITY else soft
+    soft, hard = descriptors.limits()
+    return max(soft, min(hard, descriptors.WANTED_LIMIT))  # as broker and worker raise it when they start
 
 
 def _free_bytes(folder: Path | None) -> int:
