@@ -8,7 +8,7 @@ then which of its mappings have no file any more.
 A mapping is read and not the file: ``preadv`` into the row takes more than twice as long (150,528 bytes: 8.3
 us instead of 3.5; 2,764,800 bytes: 330 us instead of 105). The price: reading beyond the end of a file
 that was cut short is a SIGBUS. So each arena is looked at once a batch, and one that is no longer whole is
-let go: its frames end as ``stale_slot``. What is cut off between that look and the copy still ends the worker.
+let go: its frames end as ``stale_slot``. What is cut off between that look and the copy ends the worker.
 """
 
 from __future__ import annotations
