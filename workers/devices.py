@@ -132,17 +132,18 @@ def _cuda(options: GpuOptions) -> Device:
         return engines[0]
 
     nvml = open_nvml(device.uuid)
+    pins = ArenaPins(device)
 
     def figures() -> dict[str, float]:
-        found: dict[str, float] = {}
+        found: dict[str, float] = pins.figures()
         if nvml is not None:
             with GATE.use():  # not while a graph is captured
-                found = nvml.figures()
+                found |= nvml.figures()
         for engine in engines:
             found |= engine.figures()
         return found
 
-    return Device("cuda", device.name, make, figures, ArenaPins(device))
+    return Device("cuda", device.name, make, figures, pins)
 
 
 def why_no_cuda() -> str:

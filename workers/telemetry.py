@@ -21,6 +21,12 @@ POLL_S = 2.0
 log = structlog.get_logger()
 
 
+def most_wanted(figures: dict[str, float]) -> dict[str, float]:
+    """Return at most MAX_FIGURES: those of the whole device before those of one bucket or model, by name."""
+    ordered = sorted(figures.items(), key=lambda item: ("/" in item[0], item[0]))
+    return dict(ordered[:MAX_FIGURES])
+
+
 class Poller:
     """A thread that asks ``figures`` every ``interval_s`` and tells them, until closed.
 
@@ -52,4 +58,4 @@ class Poller:
                 log.exception("telemetry ended")
                 return
             if figures:
-                self._tell(FiguresTaken(dict(sorted(figures.items())[:MAX_FIGURES])))
+                self._tell(FiguresTaken(most_wanted(figures)))

@@ -96,6 +96,7 @@ class RecordedBlock:
 class Faults:
     """What the device is to do wrong. ``on_capture`` runs inside each capture; ``fail_capture`` and ``stale``
     hold rows of buckets whose capture fails, or whose replay answers the first input for ever;
+    ``session_bytes`` and ``run_bytes`` are taken by each session and each run with host arrays;
     ``memory_rows`` is the largest batch that finds memory; ``dies_at_run`` counts runs until the device is
     lost, ``dies_when_serving`` loses it at the first run that is not waited for."""
 
@@ -108,6 +109,8 @@ class Faults:
     dies_when_serving: bool = False
     dies_in_capture: set[int] = field(default_factory=set)
     graph_bytes: int = 1000
+    session_bytes: int = 0
+    run_bytes: int = 0
     refuses_memory: str = ""
     time_ns: Callable[[str], int] = lambda name: 1000
 
@@ -133,6 +136,7 @@ class RecordingDevice:
         self._lock = threading.RLock()
         self._capturing: int | None = None
         self._used_bytes = 0
+        self._allocated_bytes = 0
         self._runs = 0
 
     # -- Device ----------------------------------------------------------------------------------------
@@ -216,7 +220,9 @@ class RecordingDevice:
 
     def memory(self) -> MemoryInfo:
         self._check_call("memory")
-        return MemoryInfo(2**40 - self._used_bytes, 2**40)
+        # torch takes twice what it is asked for: half of that is fragmentation.
+        allocated = self._allocated_bytes
+        return MemoryInfo(2**40 - self._used_bytes, 2**40, 2 * allocated, allocated)
 
     def register_host(self, memory: memoryview) -> HostBlock:
         self._check_call("register_host")
@@ -242,6 +248,7 @@ class RecordingDevice:
         self._check_call("open_session")
         if options.has_graphs and self.faults.refuses_graphs:
             raise ModelError(f"model {model.label}: {self.faults.refuses_graphs}")
+        self.use_memory(self.faults.session_bytes)
         session = RecordingSession(self, self._inner.open_session(model, options))
         self.sessions.append(session)
         return session
@@ -299,6 +306,7 @@ class RecordingDevice:
         if self.is_sealed:
             raise OrderError(f"{nbytes} bytes allocated while frames are served")
         self._used_bytes += nbytes
+        self._allocated_bytes += nbytes
 
     def _check_call(self, what: str) -> None:
         if self._capturing not in (None, threading.get_ident()):
@@ -379,6 +387,7 @@ class RecordingSession:
         self._check_owner()
         self._device._check_call("run")
         self._device.count_run()
+        self._device.use_memory(self._device.faults.run_bytes)
         self._check_memory(max((a.shape[0] for a in feeds.values() if a.shape), default=1))
         return self._inner.run_arrays(feeds)
 

@@ -71,6 +71,14 @@ class ArenaPins:
     def registered_count(self) -> int:
         return sum(arena is not None for arena in self._arenas.values())
 
+    def figures(self) -> dict[str, float]:
+        """Return what is registered now; from any thread."""
+        blocks = [arena.block for arena in list(self._arenas.values()) if arena is not None]
+        return {
+            "registered_arenas": len(blocks),
+            "registered_arena_bytes": sum(block.nbytes for block in blocks),
+        }
+
     def row(self, row: int, reader: ArenaReader, ref: ShmRef) -> DirectRow | None:
         """Return a payload as a row that the device reads, None when the host must copy it.
 

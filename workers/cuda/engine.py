@@ -138,13 +138,15 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         weights |= {path.removeprefix(f"{folder}/"): files[path] for path in others if folder}
         io = describe(spec, read_model(files[graph], weights, label=f"{label} ({graph})"))
         notes: list[str] = []
+        free_bytes = self._device.memory().free_bytes
         session = self._open(label, io, notes)
+        session_bytes = free_bytes - self._device.memory().free_bytes
         if session.strays:
             notes.append(f"runs partly on the CPU, which is slow: {', '.join(session.strays)}")
             log.warning("model runs partly on the CPU", model=label, operators=list(session.strays))
         classes = {c.name: ServedClass(c, io.plans(c)) for c in io.classes}
         self._models[ModelKey(spec.name, spec.version)] = CudaModel(
-            label, spec.files[0].sha256, io, session, classes, notes
+            label, spec.files[0].sha256, io, session, classes, notes, session_bytes=max(0, session_bytes)
         )
 
     def profile(self, model: ModelKey) -> ModelProfile:
@@ -153,6 +155,7 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         Raises ModelError when a self-test fails, DeviceError when the device does or has no memory for it."""
         self._check_owner("profile")
         loaded = self._loaded(model)
+        free_bytes = self._device.memory().free_bytes
         try:
             batching = examine_batching(loaded)
             shapes: list[Shape] = []
@@ -163,6 +166,8 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
                     served.buckets = buckets_up_to(largest)
                 else:
                     shapes += find_shapes(loaded, served, batching)
+            # Before anything of ours is allocated: what is gone now, the session's arena has taken.
+            loaded.session_bytes += max(0, free_bytes - self._device.memory().free_bytes)
             if loaded.is_loose:
                 loaded.notes.append("shapes known only after a run: served without CUDA graphs")
             else:
@@ -274,11 +279,15 @@ class CudaEngine(EngineBase[CudaModel, _InFlight]):
         # What torch took from the driver and what of it is in use: the rest is lost to others.
         found["torch_reserved_bytes"] = memory.torch_reserved_bytes
         found["torch_allocated_bytes"] = memory.torch_allocated_bytes
+        if memory.torch_reserved_bytes:
+            used_ratio = memory.torch_allocated_bytes / memory.torch_reserved_bytes
+            found["torch_fragmentation_ratio"] = 1 - used_ratio
         found["graph_budget_used_bytes"] = self._capturer.budget.used_bytes
         if self._staging is not None:
             found["unpinned_batches_total"] = self._staging.unpinned_count
         for loaded in list(self._models.values()):
             found[f"loose_runs_total/{loaded.label}"] = loaded.loose_runs
+            found[f"session_bytes/{loaded.label}"] = loaded.session_bytes
             for bucket in list(loaded.buckets.values()):
                 found |= bucket.figures()
         return found

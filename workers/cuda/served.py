@@ -43,7 +43,8 @@ PROFILE_BUDGET_MS = 3000
 class CudaModel:
     """One loaded model. ``buckets`` holds those with fixed addresses by (size class, rows); a model with open
     shapes has none and runs host arrays. ``open_length`` is one that such an axis runs with. ``batching`` is
-    None until ``profile`` has tested it."""
+    None until ``profile`` has tested it. ``session_bytes``: what the device lost while the session was opened
+    and every bucket ran plainly: weights and ONNX Runtime's arena, which tells nothing of itself."""
 
     label: str
     file_hash: str
@@ -55,6 +56,7 @@ class CudaModel:
     buckets: dict[tuple[str, int], Bucket] = field(default_factory=dict)
     open_length: int = OPEN_AXIS_LENGTHS[0]
     loose_runs: int = 0
+    session_bytes: int = 0
 
     @property
     def is_loose(self) -> bool:

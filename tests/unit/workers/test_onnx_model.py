@@ -130,7 +130,7 @@ def test_external_weights_load_from_a_cache_of_hashed_names(tmp_path: Path, pref
 
 
 def test_weights_beyond_two_gigabytes_are_reached(tmp_path: Path) -> None:
-    """ORT-09: one protobuf message ends there, and so do 32-bit offsets. The file is a hole but for its end."""
+    """ORT-09: one protobuf message ends there, and so do 32-bit offsets. All but the file's end is a hole."""
     begin = 5 * 2**29
     values = np.arange(6, dtype=np.float32)
     with (tmp_path / "weights.bin").open("wb") as file:

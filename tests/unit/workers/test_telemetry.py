@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 
 from headrace.protocol.messages import MAX_FIGURES
-from headrace.workers.telemetry import Poller
+from headrace.workers.telemetry import Poller, most_wanted
 from headrace.workers.worker_events import Event, FiguresTaken
 
 
@@ -35,3 +35,13 @@ def test_a_device_that_can_not_be_asked_ends_the_polling() -> None:
     poller._thread.join(10)
 
     assert not poller._thread.is_alive()
+
+
+def test_figures_of_the_device_go_before_those_of_buckets() -> None:
+    """A worker of many buckets has more to tell than a message holds."""
+    buckets = {f"graph_bytes/bucket {number:04}": 1.0 for number in range(MAX_FIGURES)}
+
+    told = most_wanted({**buckets, "torch_reserved_bytes": 2.0})
+
+    assert len(told) == MAX_FIGURES
+    assert next(iter(told)) == "torch_reserved_bytes"

@@ -84,6 +84,8 @@ def test_rows_in_an_arena_are_left_to_the_device(yard: Yard) -> None:
     np.testing.assert_allclose(found, wanted, atol=1e-3)
     assert stale == ()
     assert yard.pins.registered_count == 1
+    (nbytes,) = yard.site.device.registered.values()
+    assert yard.pins.figures() == {"registered_arenas": 1, "registered_arena_bytes": nbytes}
 
 
 def test_padding_is_zero_beside_direct_rows(yard: Yard) -> None:
