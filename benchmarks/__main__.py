@@ -24,6 +24,8 @@ BENCHMARKS = (
     "journal",
     "agreement",
     "gpu",
+    "reload",
+    "int8",
 )
 
 

@@ -361,7 +361,7 @@ class Dispatcher:
     def _append(self, batch: InFlightBatch, now_ns: int, actions: list[Action]) -> None:
         worker, reload = batch.worker, batch.served.sampled_by
         is_plain = not batch.is_alone and not batch.is_hedge
-        if reload is not None and is_plain and reload.takes_sample(worker, now_ns):
+        if reload is not None and is_plain and reload.takes_sample(worker, batch.predicted_ns, now_ns):
             actions.append(SendToWorker(worker.peer, Compare(batch.batch, reload.new_version)))
         actions.append(SendBatch(worker.peer, batch.message()))
 

@@ -11,9 +11,12 @@ from headrace.protocol.messages import Compared, ModelSpec, Value
 if TYPE_CHECKING:
     from headrace.broker.worker_registry import Worker
 
-#: Between two batches of one model that are run twice. A comparison then costs the workers at most one run
-#: in this time, however long the queue is.
+#: Least time between two batches of one model that are run twice ...
 SAMPLE_EVERY_NS = 50_000_000
+
+#: ... and in runs of such a batch: a comparison takes a tenth of one worker's time at most. Without this, 16
+#: frames of ResNet-50 on a worker that was busy half of its time doubled the median latency.
+SAMPLE_EVERY_RUNS = 10
 
 #: Most frames that one reload may compare, and most time it may take.
 MAX_COMPARED_FRAMES = 100_000
@@ -121,14 +124,16 @@ class Reload:
         self.message = message
         self.ended_ns = now_ns
 
-    def takes_sample(self, worker: Worker, now_ns: int) -> bool:
-        """Tell whether a batch that is about to be sent is to be run on both versions, and note it if so."""
+    def takes_sample(self, worker: Worker, run_ns: int, now_ns: int) -> bool:
+        """Tell whether a batch that is about to be sent is to be run on both versions, and note it if so.
+
+        ``run_ns`` is how long it is predicted to run."""
         spec = self.spec
         if spec is None or now_ns < self.next_sample_ns or self.tally.frames_count >= self.order.frames_count:
             return False
         if (spec.name, spec.version) not in worker.profiles:
             return False
-        self.next_sample_ns = now_ns + SAMPLE_EVERY_NS
+        self.next_sample_ns = now_ns + max(SAMPLE_EVERY_NS, SAMPLE_EVERY_RUNS * run_ns)
         return True
 
     def find_difference(self) -> str:

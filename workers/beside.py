@@ -10,6 +10,9 @@ thread runs the copy on the other version, and both outputs are compared. At mos
 
 from __future__ import annotations
 
+import contextlib
+import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -24,6 +27,9 @@ from headrace.workers.engine import Engine, InputBuffer, InputPlan, ModelKey, St
 from headrace.workers.staging import StagingPlan
 
 log = structlog.get_logger()
+
+#: Of the thread that tests and measures a model while others serve; it ends with that.
+LOADING_NICENESS = 10
 
 Plans = dict[tuple[str, str, str], StagingPlan]
 
@@ -44,13 +50,18 @@ class LoadedModel:
         return ModelKey(self.spec.name, self.spec.version)
 
 
-def load_into(engine: Engine, spec: ModelSpec, files: Mapping[str, str]) -> LoadedModel:
+def load_into(
+    engine: Engine, spec: ModelSpec, files: Mapping[str, str], between: Callable[[], None] | None = None
+) -> LoadedModel:
     """Load, test and measure one model. ``files`` maps sha256 to a verified local path.
 
-    Raises ModelError, DeviceError or ConfigError as the engine and the adapter do."""
+    ``between`` is called once it is loaded. Raises ModelError, DeviceError or ConfigError as the engine and
+    the adapter do."""
     key = ModelKey(spec.name, spec.version)
     adapter = load_adapter(spec.adapter, spec.adapter_options)
     engine.load(spec, {file.path: files[file.sha256] for file in spec.files})
+    if between is not None:
+        between()
     profile = engine.profile(key)
     plans: Plans = {}
     for each in profile.classes:
@@ -71,7 +82,7 @@ def load_beside(
     label = f"{spec.name}:{spec.version}"
     try:
         engine = make_engine()
-        loaded = load_into(engine, spec, files)
+        loaded = load_into(engine, spec, files, _give_way)
     except (ModelError, DeviceError, ConfigError) as error:
         log.warning("model not loaded beside the others", model=label, reason=str(error))
         reason = str(error)
@@ -86,6 +97,13 @@ def load_beside(
     return reason
 
 
+def _give_way() -> None:
+    """Let the threads that serve go first. Not before the session is there: threads that it has made for its
+    runs keep the priority of the one that made it."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOADING_NICENESS)
+
+
 @dataclass(slots=True, eq=False)
 class Shadow:
     """A batch that is to be run on another version too. ``expected`` is set once its own answer is there."""
@@ -97,6 +115,7 @@ class Shadow:
     inputs: tuple[InputBuffer, ...]
     plans: tuple[InputPlan, ...]
     expected: dict[str, Array] | None = None
+    patient_until_ns: int = 0
 
 
 def copy_for(version: str, staged: StagedBatch, plan: StagingPlan) -> Shadow | None:

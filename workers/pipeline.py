@@ -75,6 +75,9 @@ from headrace.workers.worker_events import (
 
 log = structlog.get_logger()
 
+#: How long the second run of a compared batch gives way to others.
+SHADOW_PATIENCE_NS = 2_000_000_000
+
 #: Batches that may be marked for comparison and not have come yet.
 MAX_COMPARED = 64
 
@@ -264,7 +267,9 @@ class Pipeline:
         version = self._compared_with.get(job.batch.batch)
         if version is not None and job.plan is not None and not self._has_shadow:
             job.shadow = copy_for(version, staging.batch, job.plan)
-            self._has_shadow = job.shadow is not None
+            if job.shadow is not None:
+                self._has_shadow = True
+                job.shadow.patient_until_ns = self._clock() + SHADOW_PATIENCE_NS
         try:
             engine.submit(staging.batch)
         except EngineMisuseError:
@@ -349,6 +354,9 @@ class Pipeline:
             self._to_device.put(Adopt(loaded))
 
     def _run_shadow(self, shadow: Shadow) -> None:
+        if not self._to_device.empty() and self._clock() < shadow.patient_until_ns:
+            self._to_device.put(shadow)  # batches that somebody waits for go first
+            return
         if shadow.inputs:
             self._has_shadow = False
         engine = self._served.beside.get(shadow.key)
