@@ -15,24 +15,24 @@ FOLDERS = {
     "configs": "headrace.configs",
 }
 
-#: Folders of which every module is compiled but these: what runs once, what mostly calls libraries, and the
+#: Folders of which every module is compiled but these: the shell, which mostly calls libraries, and the
 #: decorator ``per_frame``.
 ALL_BUT = {
     "headrace/protocol": {"__init__", "per_frame"},
     "broker": {
-        "__init__", "binding", "control", "http", "journal", "journal_body", "journal_file", "metrics",
-        "model_store", "monitors", "port_owner", "process", "reload_desk", "shell_settings", "snapshot",
-        "sockets",
+        "__init__", "arenas", "binding", "control", "counters", "http", "inbound", "journal", "journal_body",
+        "journal_file", "metrics", "model_store", "monitors", "outbound", "port_owner", "process",
+        "recording", "reload_desk", "shell", "shell_settings", "snapshot", "sockets",
     },
 }  # fmt: skip
 
-#: Folders of which these modules are compiled.
+#: Folders of which these modules are compiled. Not ``drafts``: it takes what users pass, of whatever type.
 ONLY: dict[str, set[str]] = {
     "clients": {
-        "backoff", "drafts", "held", "positions", "producer_session", "reader_queue", "records", "seq_runs",
-        "stream_state", "subscriber_events", "subscriber_session",
+        "held", "positions", "producer_session", "records", "seq_runs", "stream_state", "subscriber_events",
+        "subscriber_session",
     },
-    "workers": {"results", "worker_events", "worker_session"},
+    "workers": {"results"},
     "headrace": {"slot_allocator"},
 }  # fmt: skip
 

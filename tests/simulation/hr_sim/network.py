@@ -12,10 +12,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hr_sim.world import World
+
+
+@dataclass(slots=True)
+class Wrapped:
+    """What has arrived, as it went over the network: it is read (``World.unwrap``) in its receiver's turn."""
+
+    message: Any
+
 
 MS = 1_000_000
 US = 1_000

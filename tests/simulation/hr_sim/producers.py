@@ -10,7 +10,7 @@ from headrace.clients import producer_session as ps
 from headrace.errors import RemoteProtocolError
 from headrace.protocol.messages import Frame, Frames, Limits, ShmRef
 from hr_sim.frames import StreamPlan
-from hr_sim.network import MS, Dialer, Link, Node
+from hr_sim.network import MS, Dialer, Link, Node, Wrapped
 
 if TYPE_CHECKING:
     from hr_sim.world import World
@@ -37,7 +37,7 @@ class ProducerNode(Node):
         self.arena = self.world.arenas.make(self.epoch, arena_bytes) if arena_bytes else None
         self.limits = Limits()
         self._next_seq = dict.fromkeys((plan.name for plan in self._plans), 0)
-        self._inbox: deque[ps.Event] = deque()
+        self._inbox: deque[ps.Event | Wrapped] = deque()
         self._link: Link | None = None
         self._is_leaving = False
         self._next_push_ns = self.world.now_ns
@@ -96,7 +96,7 @@ class ProducerNode(Node):
 
     def receive(self, link: Link, message: Any) -> None:
         if link is self._link:
-            self._inbox.append(ps.MessageReceived(message))
+            self._inbox.append(Wrapped(message))
             self.wake(self.world.now_ns)
 
     def lose(self, link: Link) -> None:
@@ -140,7 +140,7 @@ class ProducerNode(Node):
     def turn(self, now_ns: int) -> None:
         while self._inbox:
             event = self._inbox.popleft()
-            if isinstance(event, ps.MessageReceived):
+            if isinstance(event, Wrapped):
                 try:
                     event = ps.MessageReceived(self.world.unwrap(event.message, self.limits))
                 except RemoteProtocolError as error:

@@ -24,7 +24,7 @@ from headrace.protocol.messages import (
 from headrace.workers import worker_events as ev
 from headrace.workers.worker_session import SessionSettings, State, WorkerSession
 from hr_sim.book import Violation
-from hr_sim.network import MS, Dialer, Link, Node
+from hr_sim.network import MS, Dialer, Link, Node, Wrapped
 
 if TYPE_CHECKING:
     from hr_sim.world import World
@@ -58,7 +58,7 @@ class WorkerNode(Node):
         settings = SessionSettings(slots=options.slots, grace_ms=300, hello_timeout_ms=3_000)
         self.session = WorkerSession(hello, settings, rng.random)
         self._limits = Limits()
-        self._inbox: deque[ev.Event] = deque([ev.Started()])
+        self._inbox: deque[ev.Event | Wrapped] = deque([ev.Started()])
         self._link: Link | None = None
         self._queue: deque[Batch] = deque()
         self._running: Batch | None = None
@@ -74,7 +74,7 @@ class WorkerNode(Node):
 
     def receive(self, link: Link, message: Any) -> None:
         if link is self._link:
-            self._feed_later(ev.MessageReceived(message))
+            self._feed_later(Wrapped(message))
 
     def lose(self, link: Link) -> None:
         if link is self._link:
@@ -101,7 +101,7 @@ class WorkerNode(Node):
         super().revive()
         self._begin()
 
-    def _feed_later(self, event: ev.Event) -> None:
+    def _feed_later(self, event: ev.Event | Wrapped) -> None:
         self._inbox.append(event)
         self.wake(self.world.now_ns)
 
@@ -111,7 +111,7 @@ class WorkerNode(Node):
     def turn(self, now_ns: int) -> None:
         while self._inbox:
             event = self._inbox.popleft()
-            if isinstance(event, ev.MessageReceived):
+            if isinstance(event, Wrapped):
                 try:
                     event = ev.MessageReceived(self.world.unwrap(event.message, self._limits))
                 except RemoteProtocolError as error:
@@ -151,7 +151,7 @@ class WorkerNode(Node):
                         self._link.close(self)
                         self._link = None
                     # What came over a connection that is closed is not read any more.
-                    left = (ev.MessageReceived, ev.LinkLost)
+                    left = (Wrapped, ev.LinkLost)
                     self._inbox = deque(e for e in self._inbox if not isinstance(e, left))
                 case ev.UseLimits(limits):
                     self._limits = limits
