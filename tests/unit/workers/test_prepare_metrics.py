@@ -147,4 +147,6 @@ def test_defaults_limit_what_users_of_an_adapter_see() -> None:
     assert set(default_tolerance("int8", "text").as_dict()) == {"min_box_f1"}
     assert set(default_tolerance("int8", "classify").as_dict()) == {"min_top1_agreement"}
     assert set(default_tolerance("int8", "tensors").as_dict()) == {"min_sqnr_db", "min_cosine"}
-    assert set(default_tolerance("fp16", "detect").as_dict()) == {"max_rel", "min_cosine", "min_box_f1"}
+    assert set(default_tolerance("fp16", "detect").as_dict()) == {"min_cosine", "min_box_f1"}
+    assert set(default_tolerance("fp16", "classify").as_dict()) == {"min_cosine", "min_top1_agreement"}
+    assert set(default_tolerance("fp16", "tensors").as_dict()) == {"max_rel", "min_cosine"}
