@@ -421,26 +421,24 @@ class Producer:
     ) -> FrameId:
         """Number a frame and hand it on; what it holds is released here if it can't be numbered."""
         with self._changed:
-            stream = drafted.words.stream
             try:
-                number = self._held.number(stream, seq, payload)
+                number = self._held.number(drafted.words.stream, seq, payload)
             except InvalidFrameError:
-                self._held.release(drafted.form.nbytes, payload)
-                self._changed.notify_all()
+                self._release(drafted.form.nbytes, payload)
                 raise
             # Inside the lock, so that the loop gets the seqs of a stream in ascending order.
             frame = drafted.frame(payload, self.epoch, number)
             if shape is not None and shape is not drafted.form.shape:
                 frame = replace(frame, shape=shape)
             self._loop.submit(frame, drafted.header_bytes)
-        return FrameId(stream, self.epoch, number)
+        return FrameId(drafted.words.stream, self.epoch, number)
 
     def _has_room(self, nbytes: int) -> bool:
         return self._failure is not None or self._held.has_room(nbytes)
 
-    def _release(self, nbytes: int, slot: ShmRef | None) -> None:
+    def _release(self, nbytes: int, payload: Payload | None) -> None:
         with self._changed:
-            self._held.release(nbytes, slot)
+            self._held.release(nbytes, payload)
             self._changed.notify_all()
 
     # -- closing and telling -------------------------------------------------------------------------
