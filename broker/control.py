@@ -36,7 +36,8 @@ _MAX_U64 = 2**64 - 1
 
 #: What `reload` takes, and what a version may be called: as in the configuration.
 _RELOAD_PARAMS = {
-    "model", "path", "extra_files", "version", "frames", "tolerance", "agreement", "force", "timeout_ms"
+    "model", "path", "extra_files", "gpu_files", "version", "frames", "tolerance", "agreement", "force",
+    "timeout_ms",
 }  # fmt: skip
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -206,8 +207,11 @@ class Control:
         )
         if not _VERSION.fullmatch(order.version or "1"):
             raise RemoteError(Code.BAD_PARAMS, "version: letters, digits, . _ and -, at most 64, not empty")
-        extra = params.texts("extra_files", MAX_MODEL_FILES) if "extra_files" in request.params else []
-        return Reply(request.id, desk.begin(order, extra, now_ns))
+        extra, gpu = (
+            params.texts(name, MAX_MODEL_FILES) if name in request.params else []
+            for name in ("extra_files", "gpu_files")
+        )
+        return Reply(request.id, desk.begin(order, extra, gpu, now_ns))
 
     def _rollback(self, request: Request, now_ns: int) -> Reply:
         params = _Checked(request.params, {"model"})

@@ -74,6 +74,8 @@ class _SnapshotCollector(Collector):
         yield from _frame_metrics(status)
         yield from _bound_metrics(status)
         yield from _class_metrics(status["classes"])
+        yield _counters("reloads", "Reloads by how they ended.", "phase", status["reloads"])
+        yield from _model_metrics(status["models"])
         yield from _worker_metrics(status)
         yield from _shell_metrics(self._snapshot.counters)
         yield from _figure_metrics(self._snapshot)
@@ -119,6 +121,32 @@ def _bound_metrics(status: Status) -> Iterator[Metric]:
     yield _gauge("streams", "Streams that are remembered.", status["streams_count"])
     yield _counter("streams_stale", "Times that a stream fell silent.", status["streams_stale"])
     yield _gauge("producers", "Producers in a session.", status["producers_count"])
+
+
+def _model_metrics(models: list[Status]) -> Iterator[Metric]:
+    """Yield which version of each model serves, and how its last reload compared."""
+    live = GaugeMetricFamily(
+        "headrace_model_live", "1 for the version that serves.", labels=["model", "version"]
+    )
+    figures = {
+        "frames": GaugeMetricFamily(
+            "headrace_reload_compared_frames", "Frames compared by the last reload.", labels=["model"]
+        ),
+        "agreement": GaugeMetricFamily(
+            "headrace_reload_agreement_ratio", "Share of them with one largest value.", labels=["model"]
+        ),
+        "max_abs": GaugeMetricFamily(
+            "headrace_reload_max_difference", "Largest absolute difference of an output.", labels=["model"]
+        ),
+    }
+    for model in models:
+        name = f"{model['name']}:{model['version']}"
+        live.add_metric([name, model["live_version"]], 1)
+        for key, family in figures.items():
+            if model["reload"] is not None:
+                family.add_metric([name], model["reload"][key])
+    yield live
+    yield from figures.values()
 
 
 def _class_metrics(classes: list[Status]) -> Iterator[Metric]:

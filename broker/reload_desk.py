@@ -46,15 +46,23 @@ class ReloadDesk:
         self._numbers = itertools.count(1)
         self._done: deque[tuple[int, OpenedFiles | str]] = deque()
 
-    def begin(self, order: ReloadOrder, extra_files: list[str], now_ns: int) -> dict[str, Value]:
-        """Start a reload; return its number. Raises RemoteError when it can't be started."""
+    def begin(
+        self, order: ReloadOrder, extra_files: list[str], gpu_files: list[str], now_ns: int
+    ) -> dict[str, Value]:
+        """Start a reload; return its number. The files are named relative to the folder of the graph.
+
+        Raises RemoteError when it can't be started."""
         if not Path(order.path).is_absolute():
             raise RemoteError(Code.BAD_PARAMS, "path must be absolute, as it is on the broker's machine")
         event = events.ReloadAsked(order)
         self._check(event)
-        paths = [Path(order.path), *(Path(order.path).parent / name for name in extra_files)]
+        graph = Path(order.path)
+        extra, gpu = (tuple(graph.parent / name for name in names) for names in (extra_files, gpu_files))
+        files = LocalModel(order.model, order.version, graph, extra, gpu_files=gpu)
         self._tell(event, now_ns)
-        threading.Thread(target=self._read, args=(order, paths), name="headrace-reading", daemon=True).start()
+        threading.Thread(
+            target=self._read, args=(order.number, files), name="headrace-reading", daemon=True
+        ).start()
         return {"number": order.number, "phase": "reading"}
 
     def next_number(self) -> int:
@@ -98,17 +106,17 @@ class ReloadDesk:
 
     # -- the reading thread -------------------------------------------------------------------------
 
-    def _read(self, order: ReloadOrder, paths: list[Path]) -> None:
+    def _read(self, number: int, files: LocalModel) -> None:
         try:
-            self._done.append((order.number, self._open(order, paths)))
+            self._done.append((number, self._open(files)))
         except (ModelError, OSError) as error:
-            self._done.append((order.number, str(error)))
+            self._done.append((number, str(error)))
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the reload must end
-            self._done.append((order.number, f"reading the files failed: {type(error).__name__}"))
+            self._done.append((number, f"reading the files failed: {type(error).__name__}"))
         self._wake()
 
-    def _open(self, order: ReloadOrder, paths: list[Path]) -> OpenedFiles:
-        for path in paths:
+    def _open(self, files: LocalModel) -> OpenedFiles:
+        for path in (files.path, *files.extra_files, *files.gpu_files):
             real = path.resolve()
             if not any(real.is_relative_to(folder) for folder in self._folders):
                 listed = ", ".join(map(str, self._folders)) or "none"
@@ -116,4 +124,4 @@ class ReloadDesk:
                     f"{path} lies in none of the folders that models may be reloaded from ({listed}): add its"
                     " folder to broker.reload_folders"
                 )
-        return self._store.read(LocalModel(order.model, order.version, paths[0], tuple(paths[1:])))
+        return self._store.read(files)

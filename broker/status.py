@@ -64,6 +64,7 @@ def status_of(core: BrokerCore, now_ns: int, streams_after: str, max_streams: in
         "retained": outcomes.retained_count,
         "retained_bytes": outcomes.retained_bytes,
         "retention_bytes": core.settings.retention_bytes,
+        "reloads": _counts(core.reloads.ends_by_phase),
         "models": [_model(core, model, now_ns) for model in core.models.all()],
         "classes": [_class(core, served, now_ns) for served in core.models.classes],
         "workers": [_worker(worker, now_ns) for worker in core.workers.by_peer.values()],

@@ -36,7 +36,14 @@ wrong on the way leaves it serving. docs/reload.md says what is compared.
 @click.option(
     "--path",
     metavar="FILE|FOLDER",
-    help="The new ONNX file, as it is called on the broker's machine; or a folder that holds one.",
+    help="The new ONNX file, as it is called on the broker's machine; or a (prepared) folder.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(["auto", "fp32", "fp16", "int8"]),
+    default="auto",
+    show_default=True,
+    help="Which files of a prepared folder: as in the configuration.",
 )
 @click.option("--version", default="", help="Name of the new version. Default: made from its content.")
 @click.option(
@@ -112,11 +119,12 @@ def command(
 
 
 def _params(model: str, path: str, wishes: dict[str, Any]) -> dict[str, Any]:
-    graph, extra_files = _find_files(Path(path).expanduser().absolute())
+    graph, extra_files, gpu_files = _find_files(Path(path).expanduser().absolute(), wishes["precision"])
     params: dict[str, Any] = {
         "model": model,
         "path": str(graph),
         "extra_files": extra_files,
+        "gpu_files": gpu_files,
         "version": wishes["version"],
         "frames": wishes["frames"],
         "force": wishes["force"],
@@ -128,18 +136,30 @@ def _params(model: str, path: str, wishes: dict[str, Any]) -> dict[str, Any]:
     return params
 
 
-def _find_files(path: Path) -> tuple[Path, list[str]]:
-    """Return the graph and its external weights. A path that is not there is the broker's machine's own."""
+def _find_files(path: Path, precision: str) -> tuple[Path, list[str], list[str]]:
+    """Return the graph, its external weights, and the files that GPUs run instead.
+
+    A path that is not there is one of the broker's machine."""
+    from headrace.prepared import MANIFEST_NAME, read_manifest
+
+    if (path / MANIFEST_NAME).is_file():
+        manifest = read_manifest(path)
+        chosen = {engine: manifest.choose(precision, engine) for engine in ("cpu", "cuda")}
+        names = {
+            engine: [file.name for file in manifest.variants[one].files] for engine, one in chosen.items()
+        }
+        gpu_files = names["cuda"] if chosen["cuda"] != chosen["cpu"] else []
+        return path / names["cpu"][0], names["cpu"][1:], gpu_files
     if path.is_dir():
         graphs = sorted(path.glob("*.onnx"))
         if len(graphs) != 1:
             raise ConfigError(f"--path {path}: holds {len(graphs)} ONNX files: name one of them")
         path = graphs[0]
     if not path.is_file():
-        return path, []
+        return path, [], []
     from headrace.workers.onnx_model import read_model
 
-    return path, sorted(read_model(str(path), label=str(path)).weights)
+    return path, sorted(read_model(str(path), label=str(path)).weights), []
 
 
 def _models(control: Any) -> list[dict[str, Any]]:
