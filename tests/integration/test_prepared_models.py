@@ -5,7 +5,9 @@ What comes back is compared with the source in plain ONNX Runtime, one float32 r
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import hr_detector
@@ -24,9 +26,12 @@ from headrace.prepared import read_manifest
 from headrace.protocol.messages import Frame, Outcome, Status
 from headrace.workers.prepare.boxes import Boxes, BoxMeter
 
-SHIPPED = ["resnet50", "squeezenet", "shufflenet", "densenet121"]
+#: The two large ones take half a minute of one core to prepare: FULL_TESTS=1 runs them.
+SHIPPED = ["squeezenet", "shufflenet"]
+if os.environ.get("FULL_TESTS", "") not in {"", "0"}:
+    SHIPPED += ["resnet50", "densenet121"]
 
-#: As `fp16.max_rel` of the folders has it: of the largest value of the output.
+#: Of the largest value of the output, as the folders' `fp16.max_rel` has it.
 TOLERANCE = 2e-2
 
 BATCH_SIZES = (1, 2, 4)
@@ -60,9 +65,12 @@ def in_plain_onnx_runtime(source: Path, rows: list[np.ndarray]) -> list[np.ndarr
     return [np.asarray(session.run(None, {name: row})[0])[0] for row in rows]
 
 
-def pictures(count: int, height: int, width: int) -> list[np.ndarray]:
+def pictures() -> list[np.ndarray]:
+    """Four coarse patterns, each of another colour: to a network of random weights noise is alike."""
     rng = np.random.default_rng(9)
-    return [rng.integers(0, 256, (height, width, 3), dtype=np.uint8) for _ in range(count)]
+    colours = np.array([(255, 20, 20), (20, 255, 20), (20, 20, 255), (255, 255, 20)])
+    small = [rng.integers(0, 2, (4, 4, 1)) * colour for colour in colours]
+    return [image.repeat(56, axis=0).repeat(56, axis=1).astype(np.uint8) for image in small]
 
 
 def frames(images: list[np.ndarray]) -> list[Frame]:
@@ -75,16 +83,20 @@ def test_a_network_of_batch_one_serves_batches_in_both_precisions(
     tmp_path_factory: pytest.TempPathFactory, name: str, precision: str
 ) -> None:
     """Its file takes one float image; prepared, it takes batches of 1, 2 and 4 uint8 frames. FP16 runs on the
-    CPU by casts. Each network is prepared once (ResNet-50: 100 MB, some seconds)."""
+    CPU by casts. Each network is prepared once, which takes some seconds."""
     base = tmp_path_factory.getbasetemp() / f"shipped-{name}"
     source, folder = base / "net.onnx", base / "prepared"
     if not folder.exists():
         base.mkdir()
         hr_prepare.write_shipped(name, source)
         prepared(source, folder, "--frames", "2", "--adapter", "tensors")
-    images = pictures(4, 224, 224)
+    images = pictures()
     rows = [(image.astype(np.float32) / 255).transpose(2, 0, 1)[np.newaxis] for image in images]
     expected = in_plain_onnx_runtime(source, rows)
+    limit = TOLERANCE * np.abs(expected).max()
+    if precision == "fp32":
+        # Half of the way to the next row at most: rows that went astray show.
+        limit = min(limit, min(np.abs(row - other).max() for row, other in combinations(expected, 2)) / 2)
 
     with hp.running_plant(base / precision, plant_model(folder, precision)) as plant:
         answered = [plant.outcomes(*frames(images[:size])) for size in BATCH_SIZES]
@@ -93,8 +105,7 @@ def test_a_network_of_batch_one_serves_batches_in_both_precisions(
         assert {outcome.batch_size for outcome in outcomes} == {size}
         for outcome, row in zip(outcomes, expected, strict=False):
             found = hp.tensor(outcome).astype(np.float64)
-            assert found.dtype == np.float64
-            assert np.abs(found - row).max() <= TOLERANCE * np.abs(row).max()
+            assert np.abs(found - row).max() <= limit
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,9 @@
 
 Round by round: values that FP16 can't hold (or could not, were a frame twice as strong) keep the nodes that
 give and read them in FP32; once everything is finite, the nodes that add most to the error follow, one, two,
-four and so on, until the outputs are within tolerance. What is left of that is a file for the GPU, or a
-refusal: never a file that was not compared.
+four and so on, until the outputs are within tolerance. Then each such group is let go again, the largest
+first, if the tolerance holds without it: the few that matter are rarely those of the last group. What is left
+is a file for the GPU, or a refusal: never a file that was not compared.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def make_fp16(
 
 
 class _Search:
-    """One search. Invariant: ``_kept`` only grows, so that it ends."""
+    """One search. Invariant: ``_kept`` only grows until the tolerance holds, so that it ends."""
 
     def __init__(
         self,
@@ -103,6 +104,7 @@ class _Search:
             if not node.is_always_fp32 and any(self._is_float(n) for n in node.outputs)
         ]
         self._kept: dict[str, KeptNode] = {}
+        self._groups: list[list[str]] = []  # kept for precision, as they came
         readers = consumers(proto.graph.node)
         for each in self._clamped:
             for reader in readers.get(each.name, []) if each.large else []:
@@ -128,6 +130,7 @@ class _Search:
                 continue
             breaches = self._judge_rounded()
             if not breaches:
+                self._release()
                 self._write()
                 converted = sum(node.name not in self._kept for node in self._can_convert)
                 kept = tuple(self._kept[n.name] for n in self._nodes if n.name in self._kept)
@@ -187,7 +190,15 @@ class _Search:
         added.sort(key=lambda pair: -pair[0])
         for value, node in added[:how_many]:
             self._keep(node, "precision", value)
+        self._groups.append([node.name for _, node in added[:how_many]])
         return bool(added)
+
+    def _release(self) -> None:
+        """Convert again what was kept for precision and is not needed for it."""
+        for group in reversed(self._groups):
+            held = {name: self._kept.pop(name) for name in group if name in self._kept}
+            if self._judge_rounded():
+                self._kept |= held
 
     def _check_share(self, reason: Reason, breaches: tuple[str, ...]) -> None:
         kept = [node for node in self._can_convert if node.name in self._kept]

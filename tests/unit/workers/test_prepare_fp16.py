@@ -127,6 +127,26 @@ def test_nodes_that_lose_too_much_stay_in_fp32(tmp_path: Path) -> None:
     assert {node.why for node in report.kept} == {"precision"}
 
 
+def test_nodes_that_turn_out_not_to_be_needed_are_converted_after_all(tmp_path: Path) -> None:
+    """The groups kept for precision double: most of the last one is there by accident."""
+    steps = [("Mul", f"step{i}", 1.0 + i / 7) for i in range(12)]
+    wanted = {"step5", "step6"}
+    master = master_of(tmp_path, hr_prepare.chain(*steps, tail=20))
+
+    def judge(path: Path) -> tuple[str, ...]:
+        proto = load_proto(path)
+        if path.name == "half.onnx":
+            return ()
+        makers = {node.name for node in proto.graph.node if node.op_type == "Cast"}
+        rounded = {name for name in wanted if any(f"v{name[4:]}_" in maker for maker in makers)}
+        return tuple(f"{name} is rounded" for name in sorted(rounded))
+
+    report = make_fp16(master, tmp_path / "half.onnx", tensor_types(read_model(str(master))), rows, judge)
+
+    assert wanted <= set(names(report))
+    assert len(report.kept) < sum(2**i for i in range(report.rounds - 1))
+
+
 def test_a_master_that_is_not_finite_is_refused(tmp_path: Path) -> None:
     """There is nothing to compare with."""
     model = hr_prepare.chain(("Mul", "zero", 0.0), ("Log", "log", None), tail=3)
