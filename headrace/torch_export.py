@@ -70,9 +70,11 @@ def export(
 ) -> Exported:
     """Write ``source`` to ``path``, which is replaced only by a file that was proven.
 
-    ``has_open_size``: height and width of images are left open too. Weights beyond the 2 GB that an ONNX file
-    holds are written beside it. Raises ModelError when torch can't export the model, when the batch axis (or
-    the size) does not stay open, and when the file's answers differ.
+    ``has_open_size``: height and width of images are left open too. Weights of more than 1.5 GB are written
+    beside it, since an ONNX file ends at 2 GB.
+
+    Raises ModelError when torch can't export the model, when the batch axis (or the size) does not stay open,
+    and when the file's answers differ.
     """
     torch = import_torch()
     if has_open_size and any(tensor.ndim != 4 for tensor in source.example):

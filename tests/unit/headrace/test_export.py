@@ -20,7 +20,7 @@ from urllib.error import URLError
 import pytest
 from click.testing import CliRunner, Result
 
-from headrace import cli, export_sources
+from headrace import cli, config, export_sources
 from headrace.errors import ConfigError, HeadraceError, ModelError
 from headrace.exit_codes import ExitCode, exit_code_of
 from headrace.export_sources import MissingForExportError, Wishes, find_source
@@ -390,11 +390,13 @@ def test_inputs_and_outputs_keep_their_names(exported: Any) -> None:
 @needs_torch
 def test_the_size_may_stay_open_too(exported: Any) -> None:
     """For several size classes; the table that is printed has the first."""
-    result, _ = exported("small", *SIZE, "--open-size", "--opset", "20")
+    result, file = exported("small", *SIZE, "--open-size", "--opset", "20")
+    (model,) = config.load("printed.toml", text=result.stdout, environment={}).config.models
 
     assert "takes images: float32 [any, 3, any, any]" in result.stdout
     assert "opset 20" in result.stdout
-    assert "[[models.size_classes]]\nheight = 8\nwidth = 8" in result.stdout
+    assert (model.name, model.path) == ("x", str(file))
+    assert [(each.height, each.width) for each in model.size_classes] == [(8, 8)]
 
 
 @needs_torch
