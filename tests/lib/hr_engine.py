@@ -43,6 +43,7 @@ class GatedEngine:
 
     name = "cpu"
     device = "cpu"
+    loads_beside = True
 
     def __init__(self, *, is_gated: bool = False, fate: dict[int, str] | None = None) -> None:
         self.fate = fate or {}
@@ -95,6 +96,12 @@ class GatedEngine:
 
     def has_result(self) -> bool:
         return False
+
+    def unload(self, model: ModelKey) -> None:
+        self._note("unload")
+
+    def hand_over(self) -> None:
+        self._note("hand_over")
 
     def close(self) -> None:
         self._finished.put(None)
