@@ -27,7 +27,7 @@ def examine_memory(loaded: LoadedConfig, gpu: Gpu | None) -> list[Finding]:
     needs: list[ModelNeed] = []
     findings: list[Finding] = []
     for index, model in enumerate(loaded.config.models):
-        files = {name: str(path) for name, path in loaded.model_files(index).items()}
+        files = {name: str(path) for name, path in loaded.model_files(index, "cuda").items()}
         if not files:
             findings.append(
                 _note(f"{model.name}:{model.version}", "it has no file: the device emulated alone")

@@ -160,15 +160,18 @@ def test_why_there_is_no_cuda_comes_with_its_remedy(host: Host, reason: str, rem
 CLASSES = (SizeClassSpec("small", 32, 48, 4), SizeClassSpec("large", 64, 64, 4))
 
 
-def _memory(folder: Path, worker: str = "", gpu: Gpu | None = None) -> list[Finding]:
-    """Examine a configuration of one model with three buckets in each of two size classes."""
-    hr_models.write(folder, hr_models.mean_color())
-    classes = "".join(
+def _classes() -> str:
+    return "".join(
         f'[[models.size_classes]]\nname = "{each.name}"\nheight = {each.height}\nwidth = {each.width}\n'
         "max_batch_size = 4\n"
         for each in CLASSES
     )
-    text = f'[worker]\n{worker}\n[[models]]\nname = "m"\npath = "model.onnx"\n[models.image]\n{classes}'
+
+
+def _memory(folder: Path, worker: str = "", gpu: Gpu | None = None) -> list[Finding]:
+    """Examine a configuration of one model with three buckets in each of two size classes."""
+    hr_models.write(folder, hr_models.mean_color())
+    text = f'[worker]\n{worker}\n[[models]]\nname = "m"\npath = "model.onnx"\n[models.image]\n{_classes()}'
     text += '[[models]]\nname = "e"\n[models.emulated]\nbase_ms = 1.0\nper_frame_ms = 1.0\n'
     (folder / "pool.toml").write_text(text)
     return examine_memory(config.load(str(folder / "pool.toml")), gpu)
@@ -217,3 +220,25 @@ def test_the_command_takes_a_configuration(
 
     checks = [each["check"] for each in json.loads(result.stdout)["findings"]]
     assert checks[-2:] == ["graphs of m:1", "memory of all models"]
+
+
+def test_of_a_prepared_folder_the_file_for_a_gpu_is_estimated(tmp_path: Path) -> None:
+    """FP16 there, FP32 elsewhere: results of nodes are half as large."""
+    asked: list[str] = []
+    hr_models.write(tmp_path, hr_models.mean_color())
+    text = f'[[models]]\nname = "m"\npath = "model.onnx"\n[models.image]\n{_classes()}'
+    (tmp_path / "pool.toml").write_text(text)
+    loaded = config.load(str(tmp_path / "pool.toml"))
+
+    class Watched:
+        """The configuration, which notes for which engine files were asked."""
+
+        config = loaded.config
+
+        def model_files(self, index: int, engine: str = "cpu") -> dict[str, Path]:
+            asked.append(engine)
+            return loaded.model_files(index, engine)
+
+    examine_memory(Watched(), None)  # type: ignore[arg-type]
+
+    assert asked == ["cuda"]
