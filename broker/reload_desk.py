@@ -58,7 +58,9 @@ class ReloadDesk:
         self._check(event)
         graph = Path(order.path)
         extra, gpu = (tuple(graph.parent / name for name in names) for names in (extra_files, gpu_files))
-        files = LocalModel(order.model, order.version, graph, extra, gpu_files=gpu)
+        model = self._core.models.find(order.model)
+        name = order.model if model is None else model.spec.name
+        files = LocalModel(name, order.version, graph, extra, gpu_files=gpu)
         self._tell(event, now_ns)
         threading.Thread(
             target=self._read, args=(order.number, files), name="headrace-reading", daemon=True

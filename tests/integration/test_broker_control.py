@@ -50,7 +50,12 @@ def test_control_answers_every_method(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "params", "code", "named"),
     [
-        ("reboot", {}, "unknown_method", "there are commit, drain, fetch, positions, record, reload, replay, rollback, status"),
+        (
+            "reboot",
+            {},
+            "unknown_method",
+            "there are commit, drain, fetch, positions, record, reload, replay, rollback, status",
+        ),
         ("status", {"max_stream": 1}, "bad_params", "unknown parameter 'max_stream'"),
         ("positions", {}, "bad_params", "'topics' is missing"),
         ("positions", {"topics": [1]}, "bad_params", "'topics' is wrong"),

@@ -50,6 +50,7 @@ COMMANDS = [
     "simulate",
     "plan-classes",
     "record",
+    "reload",
     "export",
     "doctor",
 ]
