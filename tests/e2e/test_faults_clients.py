@@ -74,14 +74,14 @@ def test_a_frame_that_can_not_be_sized_ends_and_the_next_is_served(
 
 
 def test_clients_that_vanish_leave_nothing_occupied(tmp_path: Path) -> None:
-    """BAT-03: 40 clients at a time send and close after 0 to 20 ms, for three seconds; then one that behaves
+    """BAT-03: 40 clients at a time send and close after 0 to 20 ms, for two seconds; then one that behaves
     is served in normal time, and queue, slots, producers and descriptors are as before."""
     rng = random.Random(3)
     with Processes(tmp_path) as processes:
         broker = processes.broker(hf.config(base_ms=2, max_batch_size=8))
         hf.start_workers(processes, broker, 2)
         descriptors = hf.descriptor_count(broker.pid)
-        vanish_for(3.0, broker, rng)
+        vanish_for(2.0, broker, rng)
 
         status = broker.wait_status(
             lambda status: (

@@ -232,9 +232,9 @@ def paced(wait_s: float) -> Callable[[Frame], FrameResult]:
 
 
 def test_the_faster_of_two_workers_gets_the_more_work(tmp_path: Path) -> None:
-    """SCL-02: 20 ms and 400 ms a batch at 60 % of what both can do: shares follow the speeds, nobody waits
+    """SCL-02: 12 ms and 240 ms a batch at 60 % of what both can do: shares follow the speeds, nobody waits
     for the slow one while the fast one is idle."""
-    fast_s, slow_s, jobs = 0.020, 0.400, 120
+    fast_s, slow_s, jobs = 0.012, 0.240, 120
     rate = 0.6 * (1 / fast_s + 1 / slow_s)
     settings = hb.broker_settings(
         hb.emulated_model("m", SizeClassSpec("small", 16, 16, max_batch_size=1), base_ms=1)

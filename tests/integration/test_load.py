@@ -42,8 +42,8 @@ PLAN = LoadPlan(
     sizes=((Size(8, 8), 0.5), (Size(16, 12), 0.5)),
     streams_count=4,
     priorities=((0, 0.75), (5, 0.25)),
-    seconds=0.8,
-    warm_up_s=0.2,
+    seconds=0.4,
+    warm_up_s=0.1,
     drain_limit_s=5.0,
     producers_count=2,
 )
@@ -79,9 +79,7 @@ def load(
 @pytest.mark.parametrize("encoding", Encoding)
 def test_every_frame_comes_back(broker: hb.BrokerThread, pattern: Pattern, encoding: Encoding) -> None:
     """What was due was sent, ended ok, and was seen, whatever the pattern and the encoding."""
-    plan = replace(
-        PLAN, pattern=pattern, encoding=encoding, content=Content.SCENE, seconds=0.4, warm_up_s=0.1
-    )
+    plan = replace(PLAN, pattern=pattern, encoding=encoding, content=Content.SCENE)
     with AutoWorker(broker.endpoints):
         result = load(broker.endpoints.frames, plan)
 
@@ -107,7 +105,7 @@ def test_steps_follow_each_other_on_one_connection(broker: hb.BrokerThread) -> N
             for rate in (40.0, 80.0)
         ]
 
-    assert [result.counts.sent for result in results] == [40, 80]
+    assert [result.counts.sent for result in results] == [20, 40]
     assert [result.problems for result in results] == [(), ()]
 
 
