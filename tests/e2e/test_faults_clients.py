@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,15 @@ def bare_frame(stream: str, **fields: object) -> bytes:
     return msgpack.packb({"stream": stream, "shape": [32, 32, 3], "data": data, **fields})
 
 
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BrokerProcess]:
+    """A broker with a worker that must outlive all bad frames."""
+    with Processes(tmp_path_factory.mktemp("served")) as processes:
+        broker = processes.broker(hf.config(base_ms=1))
+        hf.start_workers(processes, broker, 1)
+        yield broker
+
+
 @pytest.mark.parametrize(
     ("fields", "code"),
     [
@@ -47,30 +57,28 @@ def bare_frame(stream: str, **fields: object) -> bytes:
     ],
 )
 def test_a_frame_that_can_not_be_sized_ends_and_the_next_is_served(
-    tmp_path: Path, fields: dict[str, Any], code: str
+    served: BrokerProcess, fields: dict[str, Any], code: str
 ) -> None:
     """BAT-02: an answer for the bad one, a result for the good one within a second, ten times in a row."""
-    with Processes(tmp_path) as processes:
-        broker = processes.broker(hf.config(base_ms=1))
-        hf.start_workers(processes, broker, 1)
-        with (
-            headrace.Subscriber(broker.address, stream="good") as subscriber,
-            zmq.Context() as context,
-            dealer(context, broker) as bare,
-        ):
-            for _ in range(10):
-                took_s = elapsed()
-                bare.send(bare_frame("bad", **fields))
-                bare.send(bare_frame("good"))
-                (outcome,) = hf.read(subscriber, 1)
-                assert outcome.status == "ok"
-                assert took_s() < 1.0
-                assert bare.poll(1_000), "no answer to the bad frame"
-                answer = msgpack.unpackb(bare.recv_multipart()[0])
-                assert (answer["type"], answer["code"]) == ("reject", code), answer
-        status = broker.status()
+    ok_count = served.status()["account"]["ok"]
+    good = f"good beside {code}"
+    with (
+        headrace.Subscriber(served.address, stream=good) as subscriber,
+        zmq.Context() as context,
+        dealer(context, served) as bare,
+    ):
+        for _ in range(10):
+            took_s = elapsed()
+            bare.send(bare_frame(f"bad by {code}", **fields))
+            bare.send(bare_frame(good))
+            (outcome,) = hf.read(subscriber, 1)
+            assert outcome.status == "ok"
+            assert took_s() < 1.0
+            assert bare.poll(1_000), "no answer to the bad frame"
+            answer = msgpack.unpackb(bare.recv_multipart()[0])
+            assert (answer["type"], answer["code"]) == ("reject", code), answer
 
-    assert status["account"]["ok"] == 10
+    assert served.status()["account"]["ok"] == ok_count + 10
 
 
 def test_clients_that_vanish_leave_nothing_occupied(tmp_path: Path) -> None:
