@@ -89,6 +89,13 @@ class BrokerSection(Section):
         " cut; relative to this file. Bounded as `[retention]` says. Each turn of the broker that finishes"
         " frames then waits for one fsync. Empty = outcomes are kept in memory alone.",
     )
+    reload_folders: tuple[str, ...] = key(
+        (),
+        "paths",
+        "Folders that files for `headrace reload` may lie in, beside the models' own; relative to this file."
+        " Whoever reaches the control socket can have any file in them.",
+        strict=False,
+    )
 
 
 class LimitsSection(Section):
