@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from headrace.config_models import ImageSection, ModelSection, SizeClassSection
 from headrace.errors import ConfigError, ModelError
@@ -51,7 +52,7 @@ def model_section(path: Path, *, sizes: Sequence[str] = (), adapter: str | None 
 
 def _prepared_section(folder: Path, sizes: Sequence[str], adapter: str | None) -> ModelSection:
     manifest = read_manifest(folder)
-    named = {"adapter": adapter} if adapter else {}
+    named: dict[str, Any] = {"adapter": adapter} if adapter else {}  # unset, the manifest says it
     classes = tuple(_parse_size(size) for size in sizes)
     return manifest.section(
         ModelSection(name=manifest.name, path=str(folder.resolve()), size_classes=classes, **named)
