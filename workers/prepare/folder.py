@@ -119,6 +119,8 @@ def _in_place(out: Path) -> Iterator[Path]:
         yield work
         work.chmod(0o755)
         for path in (*work.iterdir(), work):
+            if path.is_file():
+                path.chmod(0o644)  # weights apart are written for their owner alone
             _flush(path)
         if out.exists():
             old = Path(tempfile.mkdtemp(prefix=f".{out.name}.old.", dir=work.parent))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import hr_prepare
+import hr_repo
 import numpy as np
 import onnx
 import onnxruntime
@@ -201,6 +203,15 @@ def test_an_adapter_that_does_not_take_its_options_is_told_first(tmp_path: Path)
     """Before minutes of work, not after."""
     with pytest.raises(ConfigError, match="no_such"):
         prepare(options(tmp_path, hr_prepare.small_net(), adapter="classify", adapter_options={"no_such": 1}))
+
+
+def test_every_reason_is_in_the_documentation() -> None:
+    """What it means and what to do, in the order of the code."""
+    text = (hr_repo.ROOT / "docs" / "models.md").read_text(encoding="utf-8").split("## What is refused")[1]
+
+    assert re.findall(r"^\| `(\w+)` \| .{10,} \| .{5,} \|$", text.split("\n## ")[0], re.MULTILINE) == list(
+        Reason
+    )
 
 
 # -- check --------------------------------------------------------------------------------------------
