@@ -128,6 +128,46 @@ def test_the_front_end_is_left_out(tmp_path: Path, frames: CalibrationFrames) ->
     assert graph.input[0].type.tensor_type.elem_type == TensorProto.UINT8
 
 
+def test_a_gelu_of_five_nodes_becomes_one(tmp_path: Path, frames: CalibrationFrames) -> None:
+    """x * (1 + erf(x / sqrt 2)) / 2 with conversions between its nodes would be slower than float32."""
+    node = helper.make_node
+    nodes = [
+        node("Conv", ["x", "w"], ["a"], "first", pads=[1, 1, 1, 1]),
+        node("Div", ["a", "root"], ["b"], "div"),
+        node("Erf", ["b"], ["c"], "erf"),
+        node("Add", ["c", "one"], ["d"], "add"),
+        node("Mul", ["a", "d"], ["e"], "mul"),
+        node("Mul", ["e", "half"], ["f"], "half"),
+        node("Conv", ["f", "v"], ["y"], "second"),
+    ]
+    rng = np.random.default_rng(5)
+    values = {
+        "w": rng.normal(0, 0.3, (CHANNELS, 3, 3, 3)),
+        "v": rng.normal(0, 0.3, (2, CHANNELS, 1, 1)),
+        "root": np.sqrt(2.0),
+        "one": np.array(1.0),
+        "half": np.array(0.5),
+    }
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 3, 16, 16])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["n", 2, 16, 16])],
+        [numpy_helper.from_array(np.asarray(value, np.float32), name) for name, value in values.items()],
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    (tmp_path / "plain.onnx").write_bytes(proto.SerializeToString())
+    model = add_front_end(read_model(str(tmp_path / "plain.onnx")), IMAGE).model
+    (tmp_path / "master.onnx").write_bytes(model.proto.SerializeToString())
+
+    report = _run(tmp_path / "master.onnx", frames, Tolerance(min_sqnr_db=20.0))
+
+    assert report.comparison.sqnr_db > 20.0
+    op_types = _op_types(tmp_path / "int8.onnx")
+    assert op_types.count("Gelu") == 1
+    assert "Erf" not in op_types
+
+
 def test_the_best_method_is_kept(tmp_path: Path, frames: CalibrationFrames) -> None:
     """No other method of the trials has a better rank than the one of the report."""
     report = _run(_master(tmp_path), frames, Tolerance())
