@@ -280,12 +280,21 @@ class WorkerSection(Section):
     threads: int | None = key(
         None,
         "threads",
-        "CPU threads of one worker. Left out = the CPUs this process may use, divided by `count`.",
+        "CPU threads of one session. Left out = the CPUs this process may use, divided by `count` and"
+        " `replicas`.",
         ge=1,
         le=4_096,
     )
     slots: int = key(
         2, "batches", "Batches that one worker holds at once: 2 stages the next while one runs.", ge=1, le=16
+    )
+    replicas: int = key(
+        1,
+        "sessions",
+        "Sessions of each model in one worker process, each with its own slots, threads and memory: for models"
+        " too small to fill a device. The broker sees each as a worker, named ID-1, ID-2 ...",
+        ge=1,
+        le=16,
     )
     cache_dir: str = key(
         "",

@@ -114,6 +114,7 @@ def to_worker_settings(
         worker_id=worker_id,
         threads=worker.threads,
         slots=worker.slots,
+        replicas=worker.replicas,
         cache_dir=worker.cache_dir,
         shm_folder=to_shm_folder(config),
         workers_on_host=worker.count or 1,

@@ -6,7 +6,9 @@ import os
 import random
 import secrets
 import socket
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from headrace import __version__, addresses
 from headrace.arena import reclaim
 from headrace.descriptors import raise_limit
 from headrace.errors import HeadraceError
-from headrace.exit_codes import ExitCode
+from headrace.exit_codes import ExitCode, exit_code_of
 from headrace.host import host_key
 from headrace.orphans import end_with_parent
 from headrace.protocol.messages import WorkerHello
@@ -33,7 +35,7 @@ from headrace.workers.worker_events import Event
 from headrace.workers.worker_session import SessionSettings, WorkerSession
 from headrace.workers.worker_settings import WorkerSettings
 
-__all__ = ["WorkerSettings", "make_shell", "run"]
+__all__ = ["WorkerSettings", "make_shell", "replicas_of", "run", "run_all"]
 
 log = structlog.get_logger()
 
@@ -48,10 +50,15 @@ def run(settings: WorkerSettings) -> int:
     if settings.parent_pid is not None:
         end_with_parent(settings.parent_pid)
     silence_codecs()
-    shell = make_shell(settings)
-    with stopped_by_signals(shell.request_stop, lambda number: os._exit(128 + number)):
+    shells = [make_shell(each) for each in replicas_of(settings)]
+
+    def request_stop() -> None:
+        for shell in shells:
+            shell.request_stop()
+
+    with stopped_by_signals(request_stop, lambda number: os._exit(128 + number)):
         try:
-            return shell.run()
+            return shells[0].run() if len(shells) == 1 else run_all(shells)
         except HeadraceError:
             raise
         except Exception:
@@ -59,8 +66,54 @@ def run(settings: WorkerSettings) -> int:
             return int(ExitCode.INTERNAL)
 
 
+def replicas_of(settings: WorkerSettings) -> list[WorkerSettings]:
+    """Return the settings of each session: of all that serve in this process."""
+    count = settings.replicas
+    if count == 1:
+        return [settings]
+    worker_id, memory_mb = settings.worker_id or _new_id(), settings.gpu_memory_mb
+    shared = replace(
+        settings,
+        replicas=1,
+        workers_on_host=settings.workers_on_host * count,
+        gpu_memory_mb=None if memory_mb is None else max(1, memory_mb // count),
+    )
+    return [replace(shared, worker_id=f"{worker_id}-{number}") for number in range(1, count + 1)]
+
+
+def run_all(shells: list[WorkerShell]) -> int:
+    """Run every session until it ends, the first one in this thread. When one ends all are asked to: a
+    process that serves with a part of its sessions would look whole to whoever supervises it.
+
+    Returns the exit code of the first that did not end well."""
+    codes: list[int] = []
+
+    def serve(shell: WorkerShell) -> None:
+        try:
+            code = shell.run()
+        except HeadraceError as error:
+            log.error("worker failed", reason=str(error))  # noqa: TRY400 - our own words say it all
+            code = exit_code_of(error)
+        except Exception:
+            log.exception("worker failed")
+            code = int(ExitCode.INTERNAL)
+        codes.append(code)
+        for other in shells:
+            if other is not shell:
+                other.request_stop()
+
+    first, *others = shells
+    threads = [threading.Thread(target=serve, args=(shell,), name="headrace-replica") for shell in others]
+    for thread in threads:
+        thread.start()
+    serve(first)
+    for thread in threads:
+        thread.join()
+    return next((code for code in codes if code), int(ExitCode.OK))
+
+
 def make_shell(settings: WorkerSettings, device: Device | None = None) -> WorkerShell:
-    """Put the parts of a worker together. ``device`` is chosen by ``settings.device`` when left out."""
+    """Put the parts of one session together. ``device`` is chosen by ``settings.device`` when left out."""
     address = addresses.normalise(settings.address)
     threads = settings.threads or threads_per_worker(settings.workers_on_host)
     cache = Path(settings.cache_dir).expanduser() if settings.cache_dir else default_cache_folder()

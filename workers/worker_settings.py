@@ -16,7 +16,9 @@ class WorkerSettings:
     means: host, pid and a random number. ``cache_dir`` "" means: HEADRACE_CACHE or ~/.cache/headrace.
     ``shm_folder`` is where the producers' arenas are; None: frames come inline.
     ``parent_pid`` is the process to end with. ``give_up_ms`` without a broker end the worker (None: never).
-    ``gpu_memory_mb`` bounds what graphs and sessions take of a GPU (None: no bound of ours).
+    ``replicas`` sessions serve in this process, each as a worker of its own: ``slots`` and ``threads`` are
+    those of one, ``gpu_memory_mb``, which bounds what graphs and sessions take of a GPU (None: no bound of
+    ours), is shared out.
     """
 
     address: str = "127.0.0.1:5555"
@@ -24,6 +26,7 @@ class WorkerSettings:
     worker_id: str = ""
     threads: int | None = None
     slots: int = 2
+    replicas: int = 1
     cache_dir: str = ""
     shm_folder: Path | None = SHM_FOLDER
     workers_on_host: int = 1

@@ -37,6 +37,9 @@ Exit codes beside the usual: 65 a model can't be served, 69 no broker or no such
     "--threads", type=click.IntRange(1, 4096), help="CPU threads. Default: what this process may use."
 )
 @click.option("--slots", type=click.IntRange(1, 16), help="Batches held at once (default 2).")
+@click.option(
+    "--replicas", type=click.IntRange(1, 16), help="Sessions of each model, each with its slots (default 1)."
+)
 @parent_option
 def command(
     *,
@@ -48,6 +51,7 @@ def command(
     worker_id: str,
     threads: int | None,
     slots: int | None,
+    replicas: int | None,
     parent_pid: int | None,
 ) -> int:
     """Run one worker until it is stopped (Ctrl-C or SIGTERM finishes its batches first).
@@ -62,6 +66,7 @@ def command(
         "worker.device": device,
         "worker.threads": threads,
         "worker.slots": slots,
+        "worker.replicas": replicas,
     }
     loaded = load_config(config_name, flags)
     from headrace.config_settings import to_worker_settings
