@@ -1,5 +1,5 @@
-"""Another model file in the place of one that serves, with everything running: nothing is lost, nothing is late
-for long, and one command takes it back."""
+"""Another model file in the place of one that serves, with everything running: nothing is lost, nothing is
+late for long, and one command takes it back."""
 
 from __future__ import annotations
 
@@ -134,6 +134,55 @@ def test_a_model_is_exchanged_and_taken_back_under_load(tmp_path: Path) -> None:
     assert [outcome.seq for outcome in stream.outcomes] == list(range(stream.pushed_count))
     assert not stream.missed
     assert {outcome.status for outcome in stream.outcomes} == {"ok"}
+    # Nobody waits for a model to be loaded; `python -m benchmarks reload` has the figures.
+    assert max(outcome.timing.published_us or 0 for outcome in stream.outcomes) < 3_000_000
     assert stream.versions()[0] == stream.versions()[-1] == "1"
     assert {outcome.version for outcome in stream.outcomes} == {"1", new_version}
     assert status["account"]["accepted"] == status["account"]["ok"] == stream.pushed_count
+
+
+def test_a_worker_killed_by_the_new_version_ends_the_reload(tmp_path: Path) -> None:
+    """kill -9 while it loads: the old version serves on, its reason is told, and no frame is lost."""
+    old = hr_models.write(tmp_path, hr_models.mean_color(), "old.onnx")
+    new = hr_models.write(tmp_path, hr_models.mean_color_plus(0.25), "new.onnx")
+    with Processes(tmp_path) as processes:
+        broker = processes.broker(CONFIG.format(path=old))
+        doomed = processes.worker(broker, "--id", "w0", device="cpu")
+        processes.worker(broker, "--id", "w1", device="cpu")
+        with Stream(broker.address).running() as stream:
+            command = processes.start(
+                "reload", "--connect", broker.address, "--json", "--path", new, "--frames", "100000"
+            )
+            broker.wait_status(
+                lambda status: (status["models"][0]["reload"] or {}).get("phase") == "comparing"
+            )
+            doomed.kill()
+            code = command.wait(LIMIT_S)
+        status = broker.wait_drained()
+
+    ended = json.loads("".join(command.stdout))
+    assert (code, ended["reload"]["phase"], ended["reload"]["code"]) == (1, "failed", "worker_lost")
+    assert "worker w0 was lost after it was asked to load it" in ended["reload"]["message"]
+    assert [outcome.seq for outcome in stream.outcomes] == list(range(stream.pushed_count))
+    assert stream.versions() == ["1"]
+    assert status["account"]["ok"] == stream.pushed_count
+
+
+def test_a_restarted_broker_serves_its_configuration(tmp_path: Path) -> None:
+    """What was reloaded is forgotten; the worker that has both versions serves the configured one at once."""
+    old = hr_models.write(tmp_path, hr_models.mean_color(), "old.onnx")
+    new = hr_models.write(tmp_path, hr_models.mean_color_plus(0.25), "new.onnx")
+    with Processes(tmp_path) as processes:
+        broker = processes.broker(CONFIG.format(path=old))
+        processes.worker(broker, "--id", "w0", device="cpu")
+        code, _ = reload(processes, broker, "--path", new, "--frames", "0")
+        broker.running.kill()
+        broker.restart()
+        broker.wait_workers(1)
+        with headrace.Client(broker.address) as client:
+            outcome = client.infer(IMAGE, timeout=LIMIT_S)
+        _, shown = reload(processes, broker, "--status")
+
+    assert code == 0
+    assert outcome.version == "1"
+    assert shown == {"models": []}
