@@ -121,10 +121,10 @@ class QuantReport:
         return {
             "method": self.method,
             "kinds": self.kinds,
-            "excluded_layers": [asdict(each) for each in self.excluded],
+            "excluded_layers": [{**asdict(e), "neighbours": list(e.neighbours)} for e in self.excluded],
             "front_end_nodes": list(self.front_end),
             "quantised_nodes": self.quantised_count,
-            "trials": [asdict(trial) for trial in self.trials],
+            "trials": [{**asdict(trial), "breaches": list(trial.breaches)} for trial in self.trials],
             "fp32_bytes": self.fp32_bytes,
             "int8_bytes": self.int8_bytes,
             "fp32_ms": round(self.fp32_ms, 3),

@@ -11,10 +11,12 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from headrace.prepared import read_manifest
 from headrace.protocol.messages import ImageInput, ModelSpec, SizeClassSpec
 from headrace.workers.front_end import add_front_end
 from headrace.workers.onnx_model import read_model
 from headrace.workers.prepare.calibration import CalibrationFrames, load_frames
+from headrace.workers.prepare.folder import PrepareOptions, prepare
 from headrace.workers.prepare.judge import FrameJudge
 from headrace.workers.prepare.metrics import Tolerance
 from headrace.workers.prepare.quantise import (
@@ -166,6 +168,31 @@ def test_a_gelu_of_five_nodes_becomes_one(tmp_path: Path, frames: CalibrationFra
     op_types = _op_types(tmp_path / "int8.onnx")
     assert op_types.count("Gelu") == 1
     assert "Erf" not in op_types
+
+
+def test_a_prepared_folder_tells_how_its_int8_was_made(tmp_path: Path) -> None:
+    """Method, layers left out, trials and speed are in the manifest, which is JSON."""
+    _master(tmp_path)
+
+    made = prepare(
+        PrepareOptions(
+            tmp_path / "plain.onnx",
+            tmp_path / "out",
+            "m",
+            image=IMAGE,
+            size_classes=(CLASS,),
+            has_fp16=False,
+            has_int8=True,
+            frame_count=8,
+        )
+    )
+
+    variant = made.variants["int8"]
+    assert variant.files[0].name == "model.int8.onnx"
+    assert variant.notes["method"] in {"minmax", "entropy", "percentile"}
+    assert variant.notes["excluded_layers"] == []
+    assert variant.measured["sqnr_db"] >= variant.tolerance["min_sqnr_db"] == 20.0
+    assert read_manifest(tmp_path / "out").variants["int8"] == variant
 
 
 def test_the_best_method_is_kept(tmp_path: Path, frames: CalibrationFrames) -> None:
