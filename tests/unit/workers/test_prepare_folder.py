@@ -72,6 +72,19 @@ def test_nodes_kept_in_fp32_are_in_the_manifest_and_said(tmp_path: Path) -> None
     assert any("grow (Mul" in line and "too large for FP16" in line for line in said)
 
 
+def test_int8_is_made_and_checked_beside_the_others(tmp_path: Path) -> None:
+    """Its method and speed are in the manifest; a check runs it, too."""
+    wanted = options(tmp_path, hr_prepare.small_net(), adapter="classify", has_int8=True, frame_count=16)
+    loose = {"int8": Tolerance(min_cosine=0.9)}
+
+    made = prepare(replace(wanted, tolerances=loose))
+
+    assert list(made.variants) == ["fp32", "fp16", "int8"]
+    assert made.variants["int8"].notes["method"] in {"minmax", "entropy", "percentile"}
+    assert made.variants["int8"].measured["cosine"] >= 0.9
+    assert len(check_folder(tmp_path / "out").passed) == 6
+
+
 @pytest.mark.parametrize("is_external", [False, True])
 def test_several_inputs_and_external_weights(tmp_path: Path, is_external: bool) -> None:
     """Each input gets the batch axis; external weights are taken in and their hash is kept."""
