@@ -202,7 +202,9 @@ class _Quantisation:
         method, excluded = best.trial.method, list[NodeNoise]()
         current, rounds = best, 0
         while True:
-            if not current.trial.breaches and limit is not None:
+            # Fewer frames than the limit: those were all.
+            has_more = limit is not None and current.comparison.frame_count >= limit
+            if not current.trial.breaches and has_more:
                 limit = None
                 current = self._judged(current.path, method, len(excluded), None)
             if not current.trial.breaches:
