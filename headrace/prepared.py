@@ -50,19 +50,28 @@ class TensorEntry(Section):
     shape: tuple[int, ...]
 
 
+class OutputEntry(Section):
+    """What one output of one file was on the seeded noise: its mean and its root mean square."""
+
+    name: str
+    mean: float
+    rms: float = Field(ge=0)
+
+
 class VariantEntry(Section):
     """One precision of the model.
 
     ``files``: the graph first, then its weights where they are apart. ``tolerance`` is what was asked for,
-    ``measured`` what was found against FP32 on ``frames``, ``seeded_difference`` the largest relative
-    difference on seeded noise, which a check repeats. ``notes`` holds what the precision has to tell: nodes
-    kept in FP32, clamped weights, layers left out of INT8, calibration.
+    ``measured`` what was found against FP32 on ``frames``. A check repeats what was found on seeded noise:
+    ``seeded_difference``, the largest relative difference to FP32, and ``seeded_outputs``. ``notes`` holds
+    what the precision has to tell: nodes kept in FP32, clamped weights, layers left out of INT8, calibration.
     """
 
     files: tuple[FileEntry, ...] = Field(min_length=1)
     tolerance: dict[str, float] = Field(default_factory=dict)
     measured: dict[str, Any] = Field(default_factory=dict)
     seeded_difference: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    seeded_outputs: tuple[OutputEntry, ...] = ()
     notes: dict[str, Any] = Field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ from headrace.prepared import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
+    OutputEntry,
     Precision,
     SourceEntry,
     TensorEntry,
@@ -40,7 +41,7 @@ from headrace.workers.prepare.batch_axis import PROOF_ROWS, open_batch_axis, pro
 from headrace.workers.prepare.fp16_search import Fp16Report, make_fp16
 from headrace.workers.prepare.frames import Rows, gather
 from headrace.workers.prepare.graph import read_source, save, tensor_types
-from headrace.workers.prepare.judge import FrameJudge
+from headrace.workers.prepare.judge import FrameJudge, output_figures
 from headrace.workers.prepare.metrics import Comparison, Tolerance, default_tolerance
 from headrace.workers.prepare.refusal import PrepareRefusedError, Reason
 
@@ -160,10 +161,10 @@ class _Preparation:
         )
         frames = gather(io, spec, options.calibration, options.frame_count, per_class=2)
         self._say(f"measured on {frames.description}")
-        variants: dict[Precision, VariantEntry] = {"fp32": VariantEntry(files=_entries(files))}
-        seeded = self._judge(
-            path, gather(io, spec, (), CHECK_FRAMES, per_class=CHECK_FRAMES, seed=CHECK_SEED)
-        )
+        noise = gather(io, spec, (), CHECK_FRAMES, per_class=CHECK_FRAMES, seed=CHECK_SEED)
+        seeded = self._judge(path, noise)
+        master_entry = VariantEntry(files=_entries(files), seeded_outputs=self._outputs(path, seeded))
+        variants: dict[Precision, VariantEntry] = {"fp32": master_entry}
         if options.has_fp16:
             few = gather(io, spec, options.calibration, min(options.frame_count, FP16_FRAMES), per_class=2)
             variants["fp16"] = self._make_fp16(path, few, self._judge(path, frames), seeded, spec)
@@ -286,8 +287,13 @@ class _Preparation:
             tolerance=tolerance.as_dict(),
             measured=measured.figures(),
             seeded_difference=seeded(path).figures()["max_rel"],
+            seeded_outputs=self._outputs(path, seeded),
             notes=notes,
         )
+
+    def _outputs(self, path: Path, seeded: FrameJudge) -> tuple[OutputEntry, ...]:
+        figures = output_figures(path, seeded.feeds, self._options.threads)
+        return tuple(OutputEntry(name=name, mean=mean, rms=rms) for name, (mean, rms) in figures.items())
 
     def _tell_fp16(self, report: Fp16Report, measured: Comparison) -> None:
         self._say(

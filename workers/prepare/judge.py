@@ -68,6 +68,18 @@ class FrameJudge:
             yield outputs
 
 
+def output_figures(path: Path, feeds: Feeds, threads: int = 0) -> dict[str, tuple[float, float]]:
+    """Run the rows of ``feeds``; return mean and root mean square of each output over all of them."""
+    session = open_file(path, threads)
+    names = [output.name for output in session.get_outputs()]
+    totals = {name: np.zeros(3) for name in names}
+    for feed in feeds():
+        for name, values in zip(names, run(session, feed, path), strict=True):
+            wide = values.astype(np.float64)
+            totals[name] += (wide.size, wide.sum(), np.square(wide).sum())
+    return {n: (float(t[1] / max(t[0], 1)), float((t[2] / max(t[0], 1)) ** 0.5)) for n, t in totals.items()}
+
+
 def open_file(path: Path, threads: int = 0) -> onnxruntime.InferenceSession:
     """Open a session on a file, weights beside it included, on the CPU. Raises PrepareRefusedError."""
     import onnxruntime

@@ -16,7 +16,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from headrace.errors import ConfigError
-from headrace.prepared import Manifest, hash_file, read_manifest
+from headrace.prepared import hash_file, read_manifest
 from headrace.protocol.messages import Color, ImageInput, SizeClassSpec
 from headrace.workers.prepare.check import check_folder
 from headrace.workers.prepare.folder import PrepareOptions, prepare
@@ -270,20 +270,36 @@ def test_a_file_that_is_missing_or_longer_is_named(folder: Path, change: str) ->
     assert fault.startswith("model.fp32.onnx: ")
 
 
-def test_a_file_that_answers_otherwise_is_found_though_its_hash_is_right(folder: Path) -> None:
-    """Somebody put another model in and wrote its hash into the manifest."""
-    path = folder / "model.fp16.onnx"
+def put_in_another_model(folder: Path, precision: str, **changes: object) -> None:
+    """Scale the last weights of a file and write its hash into the manifest."""
+    path = folder / f"model.{precision}.onnx"
     model = onnx.load(str(path))
     for tensor in model.graph.initializer:
         if tensor.name == "w3":
-            values = onnx.numpy_helper.to_array(tensor) * 1.1
-            tensor.CopyFrom(onnx.numpy_helper.from_array(values.astype(np.float16), "w3"))
-    path.write_bytes(model.SerializeToString())
+            values = onnx.numpy_helper.to_array(tensor)
+            tensor.CopyFrom(onnx.numpy_helper.from_array((values * 1.1).astype(values.dtype), "w3"))
+    hr_prepare.write(model, path)
     manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["variants"]["fp16"]["files"][0] |= {"sha256": hash_file(path), "nbytes": path.stat().st_size}
-    (folder / "manifest.json").write_text(
-        Manifest.model_validate_json(json.dumps(manifest)).model_dump_json()
-    )
+    entry = {"name": path.name, "sha256": hash_file(path), "nbytes": path.stat().st_size}
+    manifest["variants"][precision] |= {"files": [entry], **changes}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_file_that_answers_otherwise_is_found_though_its_hash_is_right(
+    folder: Path, precision: str
+) -> None:
+    """Another model with a right hash, or a runtime that computes something else than it did."""
+    put_in_another_model(folder, precision)
+
+    faults = check_folder(folder).faults
+
+    assert f"model.{precision}.onnx: output logits is not what it was" in faults[0]
+
+
+def test_a_file_that_is_farther_from_fp32_than_it_was_is_found(folder: Path) -> None:
+    """The figure of the manifest is the limit, with some room."""
+    put_in_another_model(folder, "fp16", seeded_outputs=[])
 
     (fault,) = check_folder(folder).faults
 
