@@ -291,8 +291,8 @@ class WorkerSection(Section):
     replicas: int = key(
         1,
         "sessions",
-        "Sessions of each model in one worker process, each with its own slots, threads and memory: for models"
-        " too small to fill a device. The broker sees each as a worker, named ID-1, ID-2 ...",
+        "Sessions of each model in one worker process, each with its own slots, threads and memory: for"
+        " models too small to fill a device. The broker sees each as a worker, named ID-1, ID-2 ...",
         ge=1,
         le=16,
     )

@@ -543,6 +543,23 @@ def test_a_worker_that_leaves_is_no_failure(driver):
     assert driver.model["live_version"] == NEW
 
 
+def test_a_worker_that_leaves_gets_no_batch_for_what_it_loads_at_last(driver):
+    """It has said goodbye and finishes what it holds; the others decide."""
+    driver.push(hr.frame(seq=0))
+    (sent,) = hr.batches(driver.tick())
+    driver.join_worker(b"w2")
+    driver.order()
+    driver.tick()
+    driver.send(events.WorkerLeft(b"w1"))
+
+    driver.loaded(b"w1")
+    driver.loaded(b"w2")
+    driver.push(hr.frame(seq=1))
+
+    assert [batch.peer for batch in hr.batches(driver.tick())] == [b"w2"]
+    driver.done(sent)
+
+
 def test_a_version_that_comes_too_late_is_unloaded(driver):
     """The reload was given up meanwhile; a second word of the same changes nothing."""
     driver.order()
