@@ -195,7 +195,7 @@ class TestAdaptive:
         assert policy.size_limit == 8
 
     def test_smaller_batches_seen_long_ago_are_remembered(self) -> None:
-        """One frame at the start cost as much as eight: half of the load must not end in backlog and expiry."""
+        """One frame at the start cost as much as eight: half a load must not end in expiry."""
         policy = AdaptivePolicy(0, 50 * MS, 8)
         policy.observe([60 * MS], 60 * MS, found_idle=True)
 
