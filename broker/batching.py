@@ -185,7 +185,8 @@ class AdaptivePolicy:
     objective, the size shrinks, unless a smaller batch took as long when one was last seen. Late and
     saturated: smaller batches would make it worse, so the size doubles. Saturated is a class whose batches
     find no idle worker, or are mostly as large as the size allows: a worker of one slot is idle whenever it
-    can be sent to. In time: the size grows by one, and the wait by one step up to its cap, or to nothing when workers idle.
+    can be sent to. In time: the size grows by one, and the wait by one step up to its cap, or to nothing when
+    workers idle.
 
     Invariants: 1 <= size <= the class's limit; 0 <= wait <= the cap (``max_queue_delay_ms``; 0 = never wait).
     """
