@@ -34,8 +34,9 @@ sim:
 	PYTHONPATH=tests/simulation $(PYTHON) -P -m hr_sim sim $(if $(filter command line environment,$(origin SEED)),--seed $(SEED),\
 	  $(if $(filter command line environment,$(origin MINUTES)),--minutes $(MINUTES),--seeds $(SEEDS)))
 
-canary:
-	PYTHONPATH=tests/simulation $(PYTHON) -P -m hr_sim canary
+# Bugs are planted in the sources as they stand: no method of a compiled class can be replaced.
+canary: tree
+	PYTHONPATH=$(CURDIR)/$(TREE):tests/simulation $(PYTHON) -P -m hr_sim canary
 
 demo:
 	$(PYTHON) -P -m headrace demo
@@ -58,4 +59,5 @@ clean:
 # whatever is installed: of compiled modules coverage sees nothing.
 coverage: tree
 	PYTHONPATH=$(CURDIR)/$(TREE) $(PYTHON) -P -m pytest -q tests/unit/protocol tests/unit/broker --cov=headrace.protocol --cov=headrace.broker --cov-report=
+	PYTHONPATH=$(CURDIR)/$(TREE) $(PYTHON) -P -m pytest -q tests/simulation/test_simulation.py -k planted
 	$(PYTHON) -m coverage report --fail-under=100 --show-missing --skip-covered

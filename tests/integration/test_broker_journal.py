@@ -18,6 +18,7 @@ from hr_broker import (
     running_broker,
     serve,
 )
+from hr_stand_in import StandIn
 
 from headrace import Outcome, Subscriber
 from headrace.broker.journal import Journal
@@ -174,15 +175,15 @@ def test_an_answer_holds_only_what_is_recorded(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(Journal, "append", note)
     with running_broker(broker_settings(journal=tmp_path / "journal.db")) as broker:
-        core = broker.broker._shell._core
-        replay = core.replay
+        control = broker.broker._shell._inbound._control
+        core = control._core
 
         def note_replay(*arguments: object) -> object:
-            answer = replay(*arguments)  # type: ignore[arg-type]
+            answer = core.replay(*arguments)  # type: ignore[arg-type]
             order.append(f"told {len(answer[0])}")
             return answer
 
-        monkeypatch.setattr(core, "replay", note_replay)
+        monkeypatch.setattr(control, "_core", StandIn(core, replay=note_replay))
         with (
             Caller(broker.endpoints) as caller,
             Worker(broker.endpoints) as worker,

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 import headrace
 from headrace import Client, Producer
 from headrace.errors import Code
-from headrace.protocol.messages import Encoding, Frame, ImageInput, Outcome, SizeClassSpec, Status
+from headrace.protocol.messages import Color, Encoding, Frame, ImageInput, Outcome, SizeClassSpec, Status
 
 PAD = 77
 SMALL = SizeClassSpec("small", 48, 64, max_batch_size=8)
@@ -193,8 +193,7 @@ def test_an_unknown_channel_order_is_refused(plant: hp.Plant, client: Client) ->
         client.infer(hr_worker.jpeg(red)),
         client.infer(hr_worker.png(red), color="bgr"),  # a file brings its own order
     ]
-    unknown = hr_worker.raw_frame(red, color="grb")  # type: ignore[arg-type]
-    (refused,) = plant.outcomes(unknown)
+    (refused,) = plant.outcomes_of_altered(hr_worker.raw_frame(red, color=Color.BGR), b"\xa3bgr", b"\xa3grb")
 
     assert [hp.mean(outcome) for outcome in outcomes] == [[254, 0, 0]] * 4
     assert refused.code == Code.BAD_COLOR

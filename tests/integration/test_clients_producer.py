@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hr_broker import BrokerThread, broker_settings, emulated_model, running_broker
 from hr_clients import AutoWorker, echo, image, run_script, settings_at, unused_port, wait_for
+from hr_stand_in import StandIn
 
 import headrace
 from headrace import Outcome, Producer, Status, Subscriber
@@ -279,8 +280,8 @@ def test_a_thread_that_died_is_told_at_the_next_call(
 
     producer = Producer(broker.endpoints.frames)
     subscriber = Subscriber(broker.endpoints.frames, stream="cam")
-    monkeypatch.setattr(producer._loop._session, "handle", fail)
-    monkeypatch.setattr(subscriber._loop._session, "handle", fail)
+    monkeypatch.setattr(producer._loop, "_session", StandIn(producer._loop._session, handle=fail))
+    monkeypatch.setattr(subscriber._loop, "_session", StandIn(subscriber._loop._session, handle=fail))
     with contextlib.suppress(ClosedError):
         producer.push(image(0), stream="cam")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from hr_broker import BrokerThread, running_broker
 from hr_clients import AutoWorker, image, wait_for
+from hr_stand_in import StandIn
 
 from headrace import Missed, NotDeliveredError, Outcome, Producer, Subscriber
 from headrace.clients import producer_loop, subscriber_loop
@@ -32,17 +33,18 @@ def producer(broker: BrokerThread) -> Iterator[Producer]:
         yield made
 
 
-def threads_of(session: object, kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list that gets the thread of each event of ``kind`` that a session takes."""
+def threads_of(loop: object, kind: type, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the thread of each event of ``kind`` that a loop hands to its session."""
     seen: list[int] = []
-    handle = session.handle  # type: ignore[attr-defined]
+    session = loop._session  # type: ignore[attr-defined]
+    handle = session.handle
 
     def watched(event: object, now_ns: int) -> object:
         if isinstance(event, kind):
             seen.append(threading.get_ident())
         return handle(event, now_ns)
 
-    monkeypatch.setattr(session, "handle", watched)
+    monkeypatch.setattr(loop, "_session", StandIn(session, handle=watched))
     return seen
 
 
@@ -78,7 +80,7 @@ def test_a_lone_frame_is_sent_by_the_thread_that_pushes_it(
     producer: Producer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frames that come together are left to the producer's own thread, which bundles them."""
-    seen = threads_of(producer._loop._session, ps.FramesPushed, monkeypatch)
+    seen = threads_of(producer._loop, ps.FramesPushed, monkeypatch)
 
     push(producer, 5)
     assert threading.get_ident() in seen
@@ -150,7 +152,7 @@ def test_a_bug_met_while_pushing_ends_the_producer_aloud(
     def fail(_event: object, _now_ns: int) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(producer._loop._session, "handle", fail)
+    monkeypatch.setattr(producer._loop, "_session", StandIn(producer._loop._session, handle=fail))
     producer.push(image(0), stream="cam")
 
     with pytest.raises(ClosedError, match="a bug"):
@@ -167,7 +169,7 @@ def test_a_reader_that_waits_receives_itself(
 ) -> None:
     """And hands over to the subscriber's thread when it reads no more."""
     with Subscriber(broker.endpoints.frames, stream="cam") as subscriber:
-        seen = threads_of(subscriber._loop._session, se.Published, monkeypatch)
+        seen = threads_of(subscriber._loop, se.Published, monkeypatch)
         reader = Reader(subscriber)
         push(producer, 20)
         wait_for(lambda: len(reader.items) == 20)
@@ -184,7 +186,7 @@ def test_the_main_thread_never_leads(
 ) -> None:
     """Signal handlers run there, and may raise anywhere."""
     with Subscriber(broker.endpoints.frames, stream="cam") as subscriber:
-        seen = threads_of(subscriber._loop._session, se.Published, monkeypatch)
+        seen = threads_of(subscriber._loop, se.Published, monkeypatch)
         push(producer, 5)
         got = [subscriber.get(5) for _ in range(5)]
 
@@ -241,7 +243,7 @@ def test_a_turn_that_fails_ends_the_subscriber_aloud(
     def fail(*_args: object) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(subscriber._loop._session, "handle", fail)
+    monkeypatch.setattr(subscriber._loop, "_session", StandIn(subscriber._loop._session, handle=fail))
     push(producer, 1)
     reader.join(5)
 

@@ -26,6 +26,7 @@ from hr_clients import wait_for
 
 from headrace.broker.settings import ClassPolicy, ModelSettings
 from headrace.broker.shell_settings import LocalModel
+from headrace.protocol import codec
 from headrace.protocol.messages import (
     Endpoints,
     Frame,
@@ -178,6 +179,15 @@ class Plant:
         for start in range(0, len(numbered), bundle):
             self.producer.send(Frames(tuple(numbered[start : start + bundle])))
         return self.collect(*(("cam", first + i) for i in range(len(frames))))
+
+    def outcomes_of_altered(self, frame: Frame, old: bytes, new: bytes) -> list[Outcome]:
+        """Send a frame in whose header ``old``, which is there once, is replaced; return its outcome."""
+        seq = self._next_seq
+        self._next_seq += 1
+        header, *payloads = codec.encode(Frames((replace(frame, stream="cam", seq=seq, epoch=1),)))
+        assert bytes(header).count(old) == 1
+        self.producer.send_parts(bytes(header).replace(old, new), *map(bytes, payloads))
+        return self.collect(("cam", seq))
 
     def collect(self, *frames: tuple[str, int], epoch: int = 1) -> list[Outcome]:
         """Wait for the outcomes of (stream, seq) and return them in this order; others are kept."""

@@ -7,7 +7,7 @@ import pytest
 
 from headrace.broker import actions as act
 from headrace.broker import events
-from headrace.broker.reload_state import MAX_COMPARED_FRAMES, ReloadOrder
+from headrace.broker.reload_state import MAX_COMPARED_FRAMES, Reload, ReloadOrder
 from headrace.broker.reloads import Reloads
 from headrace.protocol.messages import (
     ClassProfile,
@@ -621,11 +621,18 @@ def test_other_inputs_of_tensors_are_refused():
     assert "takes other inputs: x float32 [5], not x float32 [4]" in driver.reload["message"]
 
 
+#: A reload that the core knows nothing of.
+STRAY = Reload(ReloadOrder(9, "m"), 0, "1")
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
         (lambda core: setattr(core.models.classes[0], "live_version", "7"), "live is 1"),
-        (lambda core: setattr(core.models.classes[0], "sampled_by", object()), "samples are taken"),
+        (
+            lambda core: setattr(core.models.classes[0], "sampled_by", Reload(ReloadOrder(9, "m"), 0, "1")),
+            "samples are taken",
+        ),
         (lambda core: core.models.all()[0].retired.append(core.models.all()[0].live), "two places"),
         (lambda core: core.workers.by_id["w1"].profiles.clear(), "on an unloaded 1"),
     ],
