@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from headrace.broker.core import BrokerCore
+from headrace.broker.figures import WorkerFigures
 from headrace.broker.journal import Journal
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
 from headrace.broker.recording import MAX_FRAMES_PER_PAGE, Recording
@@ -70,6 +71,7 @@ class Control:
         journal: Journal | None = None,
         recording: Recording | None = None,
         reloads: ReloadDesk | None = None,
+        figures: WorkerFigures | None = None,
     ) -> None:
         self._core = core
         self._store = store
@@ -79,6 +81,7 @@ class Control:
         self._journal = journal
         self._recording = recording or Recording()
         self._reloads = reloads
+        self._figures = figures or WorkerFigures()
         self._methods: dict[str, Callable[[Request, int], Reply | ReplayReply]] = {
             "status": self._status,
             "positions": self._positions,
@@ -117,6 +120,7 @@ class Control:
             "pid": self._info.pid,
             "addresses": dict(self._info.addresses),
         }
+        result["drift"] = [*self._figures.drift(now_ns)]
         if self._journal is not None:
             counts = self._journal.counts
             result["journal"] = {

@@ -8,13 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from headrace.protocol.messages import Telemetry
+from headrace.protocol.messages import Telemetry, Value
 
 #: Figures are told every 2 s; older ones are of a worker that hangs or has gone.
 KEPT_NS = 15_000_000_000
 
 #: Workers whose figures are kept, as many as ``admission.max_workers`` is by default.
 MAX_WORKERS = 1_024
+
+#: How the names of figures on the comparison with FP32 begin.
+DRIFT = "model_drift_"
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,79}")
 
@@ -43,3 +46,12 @@ class WorkerFigures:
                 name, _, label = key.partition("/")
                 if _NAME.fullmatch(name):
                     yield worker, name, label, value
+
+    def drift(self, now_ns: int) -> list[Value]:
+        """Return how far workers' answers differ from those of FP32, an entry per worker and model."""
+        found: dict[tuple[str, str], dict[str, Value]] = {}
+        for worker, name, label, value in self.current(now_ns):
+            if name.startswith(DRIFT):
+                entry = found.setdefault((worker, label), {"worker": worker, "model": label})
+                entry[name.removeprefix(DRIFT)] = value
+        return [*found.values()]

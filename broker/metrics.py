@@ -15,6 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from headrace.broker.counters import Counters, JournalCounts
+from headrace.broker.figures import DRIFT
 from headrace.broker.http import PLAIN, Answer
 from headrace.broker.snapshot import Snapshot, Snapshots
 
@@ -206,12 +207,15 @@ def _figure_metrics(snapshot: Snapshot) -> Iterator[Metric]:
     """Yield what workers tell of their devices, as gauges or, when the name says so, counters."""
     families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
     for worker, name, label, value in snapshot.counters.figures.current(snapshot.taken_ns):
+        is_drift = name.startswith(DRIFT)
         family = families.get(name)
         if family is None:
             kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-            text = "Told by the worker; see docs/gpu.md."
-            family = families[name] = kind(f"headrace_worker_{name}", text, labels=["worker", "of"])
-        family.add_metric([worker, label], value)
+            full_name = f"headrace_{name}" if is_drift else f"headrace_worker_{name}"
+            text = f"Told by the worker; see docs/{'models' if is_drift else 'gpu'}.md."
+            labels = ["model", "worker"] if is_drift else ["worker", "of"]
+            family = families[name] = kind(full_name, text, labels=labels)
+        family.add_metric([label, worker] if is_drift else [worker, label], value)
     yield from families.values()
 
 

@@ -43,6 +43,7 @@ class OpenedFiles:
     files: tuple[ModelFile, ...]
     by_sha256: dict[str, _OpenFile]
     gpu_files: tuple[ModelFile, ...] = ()
+    fp32_files: tuple[ModelFile, ...] = ()
 
 
 class ModelStore:
@@ -88,12 +89,13 @@ class ModelStore:
         for model in settings.models:
             spec = model.spec
             opened = self._models.get((spec.name, spec.version), OpenedFiles(spec.files, {}, spec.gpu_files))
-            files, gpu_files = opened.files, opened.gpu_files
+            files, gpu_files, fp32_files = opened.files, opened.gpu_files, opened.fp32_files
             if not files and spec.emulated is None:
                 raise ConfigError(
                     f"model {spec.name}:{spec.version}: no file given; set its path, or emulated = {{...}}"
                 )
-            models.append(replace(model, spec=replace(spec, files=files, gpu_files=gpu_files)))
+            spec = replace(spec, files=files, gpu_files=gpu_files, fp32_files=fp32_files)
+            models.append(replace(model, spec=spec))
         return replace(settings, models=tuple(models))
 
     def read_chunk(self, sha256: str, offset: int, nbytes: int) -> tuple[bytes, int]:
@@ -114,17 +116,18 @@ class ModelStore:
     def read(self, model: LocalModel) -> OpenedFiles:
         """Open and hash the files of a model. Raises ModelError naming the one that can't be used."""
         folder = model.path.parent.resolve()
-        lists: list[list[ModelFile]] = [[], []]
+        lists: list[list[ModelFile]] = [[], [], []]
+        kinds = ((model.path, *model.extra_files), model.gpu_files, model.fp32_files)
         opened: dict[str, _OpenFile] = {}
         try:
-            for paths, files in zip(((model.path, *model.extra_files), model.gpu_files), lists, strict=True):
+            for paths, files in zip(kinds, lists, strict=True):
                 for path in paths:
                     files.append(_open_file(model, path, _name_in(folder, model, path), opened))
         except BaseException:
             for file in opened.values():
                 os.close(file.descriptor)
             raise
-        return OpenedFiles(tuple(lists[0]), opened, tuple(lists[1]))
+        return OpenedFiles(tuple(lists[0]), opened, tuple(lists[1]), tuple(lists[2]))
 
     def adopt(self, opened: OpenedFiles, wanted: Collection[str]) -> None:
         """Serve these files from now on; of the others only those whose hash is ``wanted``."""

@@ -196,7 +196,7 @@ class Outbound:
             credits=credits_count,
             heartbeat_ms=self._heartbeat_ms,
             limits=self._limits,
-            models=tuple(replace(model, files=(), gpu_files=()) for model in models),
+            models=tuple(replace(model, files=(), gpu_files=(), fp32_files=()) for model in models),
             endpoints=self._endpoints,
             is_shm_possible=is_shm_possible,
         )

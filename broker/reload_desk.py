@@ -87,7 +87,8 @@ class ReloadDesk:
                 self._tell(events.ModelFilesUnreadable(number, opened), now_ns)
                 continue
             specs = self._core.models.worker_specs()
-            wanted = {file.sha256 for spec in specs for file in (*spec.files, *spec.gpu_files)}
+            kept = (file for spec in specs for file in (*spec.files, *spec.gpu_files, *spec.fp32_files))
+            wanted = {file.sha256 for file in kept}
             self._store.adopt(opened, wanted)
             self._tell(events.ModelFilesRead(number, opened.files, opened.gpu_files), now_ns)
 

@@ -153,6 +153,7 @@ class Reloads:
                 version=version,
                 files=event.files,
                 gpu_files=event.gpu_files,
+                fp32_files=(),
                 size_classes=model.spec.size_classes,
             )
             self._models.name_version(model, version)

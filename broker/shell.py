@@ -90,8 +90,8 @@ class Shell:
         )
         recording = Recording()
         self._reloads = ReloadDesk(core, store, settings.folders_of_models(), self._tell, self._wake)
-        drain = self._drain_from_control
-        control = Control(core, store, limits, info, drain, journal, recording, self._reloads)
+        told = (journal, recording, self._reloads, self.counters.figures)
+        control = Control(core, store, limits, info, self._drain_from_control, *told)
         self._inbound = Inbound(
             bound.by_role,
             self._outbound,

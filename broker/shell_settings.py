@@ -23,13 +23,15 @@ MIN_MESSAGE_BYTES = 64 * 1024
 class LocalModel:
     """The files of one model on the broker's disk. ``extra_files`` are the graph's external weights; they
     lie in the graph's folder or below it, since the graph names them relative to itself. ``gpu_files`` are
-    the graph for a GPU and its weights, in the same folder; empty = the same as everywhere."""
+    the graph for a GPU and its weights, in the same folder; empty = the same as everywhere. ``fp32_files``
+    are what batches are compared with."""
 
     name: str
     version: str
     path: Path
     extra_files: tuple[Path, ...] = ()
     gpu_files: tuple[Path, ...] = ()
+    fp32_files: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,6 +85,15 @@ class LoadedConfig:
             files[Path(name).as_posix()] = _existing_file(graph.parent / name, where)
         return files
 
+    def fp32_files(self, index: int) -> dict[str, Path]:
+        """Return the FP32 file of a prepared folder, with its weights, when batches are to be compared with
+        it; as ``model_files``."""
+        model, folder = self.config.models[index], self._prepared(index)
+        if folder is None or not model.fp32_sample_share:
+            return {}
+        full = model.model_copy(update={"precision": "fp32"})
+        return _prepared_files(folder, full, "cpu", self.source)
+
     def _prepared(self, index: int) -> Path | None:
         return _prepared_folder(self.config.models[index], self.folder)
 

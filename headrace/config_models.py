@@ -181,6 +181,14 @@ class ModelSection(Section):
         "Which file of a prepared folder is run. `auto`: FP16 on a GPU, FP32 elsewhere; `int8`: INT8 on CPUs"
         " and FP16 on GPUs; `fp32` and `fp16`: that one everywhere (FP16 is slow on a CPU).",
     )
+    fp32_sample_share: float = key(
+        0.0,
+        "share",
+        "Share of the batches that a worker of the FP16 or INT8 file of a prepared folder runs on the FP32"
+        " file too, when it has nothing else to do; metrics tell how far they differ. 0 = none.",
+        ge=0,
+        le=1,
+    )
     extra_files: tuple[str, ...] = key(
         (),
         "paths",
@@ -256,6 +264,11 @@ class ModelSection(Section):
             raise ValueError(
                 f"precision = {self.precision!r} chooses among the files of a folder made by `headrace"
                 f" prepare`; {self.path!r} is one file"
+            )
+        if self.fp32_sample_share and not self.may_be_folder:
+            raise ValueError(
+                "fp32_sample_share compares with the FP32 file of a folder made by `headrace prepare`;"
+                f" {self.path!r} is no such folder"
             )
         if self.size_classes and self.image is None and not self.may_be_folder:
             raise ValueError(

@@ -149,6 +149,7 @@ def to_model_spec(model: ModelSection) -> ModelSpec:
         adapter=model.adapter,
         adapter_options=dict(model.adapter_options),
         emulated=EmulatedCost(emulated.base_ms, emulated.per_frame_ms) if emulated else None,
+        fp32_sample_share=model.fp32_sample_share,
     )
 
 
@@ -192,5 +193,6 @@ def _local_models(loaded: LoadedConfig) -> tuple[LocalModel, ...]:
         if paths:
             on_gpu = tuple(loaded.model_files(index, "cuda").values())
             other = on_gpu if on_gpu != paths else ()
-            models.append(LocalModel(model.name, model.version, paths[0], paths[1:], other))
+            fp32 = tuple(loaded.fp32_files(index).values())
+            models.append(LocalModel(model.name, model.version, paths[0], paths[1:], other, fp32))
     return tuple(models)

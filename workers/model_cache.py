@@ -74,7 +74,7 @@ class ModelCache:
         Raises FetchError when the broker can't give one now, ConfigError when the folder can't be used,
         StoppedError when ``should_stop`` said so.
         """
-        files = {file.sha256: file for spec in models for file in spec.files}
+        files = {file.sha256: file for spec in models for file in (*spec.files, *spec.fp32_files)}
         return {sha256: str(self._ensure_file(file, source)) for sha256, file in files.items()}
 
     def path_of(self, sha256: str) -> Path:

@@ -28,14 +28,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
-from headrace.errors import (
-    ClosedError,
-    Code,
-    ConfigError,
-    DeviceError,
-    InvalidFrameError,
-    ModelError,
-)
+from headrace.errors import ClosedError, Code, ConfigError, DeviceError, InvalidFrameError, ModelError
 from headrace.exit_codes import ExitCode
 from headrace.protocol.messages import (
     Batch,
@@ -50,14 +43,8 @@ from headrace.protocol.messages import (
 )
 from headrace.workers.adapters import Adapter
 from headrace.workers.arenas import SWEEP_S, ArenaMappings
-from headrace.workers.beside import (
-    Plans,
-    Shadow,
-    copy_for,
-    load_beside,
-    load_into,
-    run_shadow,
-)
+from headrace.workers.beside import Plans, Shadow, copy_for, load_beside, load_into, run_shadow
+from headrace.workers.drift import DriftWatch
 from headrace.workers.engine import BatchOutputs, Engine, EngineMisuseError, ModelKey
 from headrace.workers.pipeline_tasks import Adopt, Job, LoadAll, LoadBeside, Place, Served, Task, Unload
 from headrace.workers.results import fitted, in_batch_order
@@ -113,6 +100,7 @@ class Pipeline:
         self._is_dead = False
         self._compared_with: dict[int, str] = {}  # the versions that coming batches are to be run on too
         self._has_shadow = False  # the copy of a batch is about
+        self.drift = DriftWatch(make_engine, lambda: not self._jobs)
         self._to_stage: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._to_device: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._to_complete: queue.SimpleQueue[tuple[Served, Job] | None] = queue.SimpleQueue()
@@ -178,6 +166,7 @@ class Pipeline:
         """End the threads; batches inside are forgotten. Waits up to ``timeout_s`` for a running one."""
         with self._lock:
             self._is_dead = True
+        self.drift.close()
         self._to_stage.put(None)
         self._to_device.put(None)
         deadline = time.monotonic() + timeout_s
@@ -270,6 +259,8 @@ class Pipeline:
             if job.shadow is not None:
                 self._has_shadow = True
                 job.shadow.patient_until_ns = self._clock() + SHADOW_PATIENCE_NS
+        if job.plan is not None:
+            job.sample = self.drift.sample(staging.batch, job.plan)
         try:
             engine.submit(staging.batch)
         except EngineMisuseError:
@@ -321,7 +312,7 @@ class Pipeline:
         self._pool = engine.staging_pool() or BufferPool()
         self._stager.use_pool(self._pool)
         self._served = Served(engine, plans, adapters)
-        return tuple(profiles)
+        return self.drift.watch(task.models, profiles, task.files, engine)
 
     def _exchange(self, task: LoadBeside | Adopt | Unload) -> None:
         served = self._served
@@ -428,6 +419,8 @@ class Pipeline:
         if job.shadow is not None:
             job.shadow.expected = outputs.outputs
         self._finish_done(job, results, outputs.ran_ns)
+        if job.sample is not None:
+            self.drift.give(job.sample, outputs.outputs)
 
     # -- any thread ------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class Job:
     staging: StagingResult | None = None
     staged_ns: int = 0
     shadow: Shadow | None = None
+    sample: Shadow | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from headrace.signals import stopped_by_signals
 from headrace.workers.arenas import ArenaMappings
 from headrace.workers.decode import silence_codecs
 from headrace.workers.devices import Device, GpuOptions, choose_device
+from headrace.workers.engine import Engine
 from headrace.workers.model_cache import default_cache_folder
 from headrace.workers.pipeline import Pipeline
 from headrace.workers.shell import WorkerShell
@@ -147,11 +148,7 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
             arenas = ArenaMappings(settings.shm_folder)
         else:
             arenas = ArenaMappings(settings.shm_folder, on_close=device.pins.release)
-        if figures is None:
-            return Pipeline(make_engine, tell, arenas=arenas, pins=device.pins)
-        return _WatchedPipeline(
-            make_engine, tell, arenas=arenas, pins=device.pins, poller=Poller(figures, tell)
-        )
+        return _WatchedPipeline(make_engine, tell, arenas=arenas, pins=device.pins, figures=figures)
 
     return WorkerShell(
         WorkerSession(hello, session_settings, jitter),
@@ -162,11 +159,22 @@ def make_shell(settings: WorkerSettings, device: Device | None = None) -> Worker
 
 
 class _WatchedPipeline(Pipeline):
-    """A pipeline whose device is polled for its figures for as long as it lives."""
+    """A pipeline that is polled for its figures, and its device for those it has, for as long as it lives."""
 
-    def __init__(self, *arguments: Any, poller: Poller, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self._poller = poller
+    def __init__(
+        self,
+        make_engine: Callable[[], Engine],
+        tell: Callable[[Event], None],
+        *,
+        figures: Callable[[], dict[str, float]] | None,
+        **options: Any,
+    ) -> None:
+        super().__init__(make_engine, tell, **options)
+
+        def all_figures() -> dict[str, float]:
+            return self.drift.figures() | (figures() if figures is not None else {})
+
+        self._poller = Poller(all_figures, tell)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the threads; see Pipeline."""

@@ -29,6 +29,7 @@ def status_text(status: Entry) -> str:
     for worker in workers:
         notes = worker.get("notes")
         parts += [f"  {_text(worker, 'id')}: {note!s}" for note in notes] if isinstance(notes, list) else []
+    parts += _table("compared with FP32", _DRIFT_COLUMNS, _entries(status, "drift"))
     streams = _named(status, "streams")
     parts += _table("streams", _STREAM_COLUMNS, streams[:MAX_STREAMS])
     count = status.get("streams_count")
@@ -124,6 +125,16 @@ _WORKER_COLUMNS: tuple[Column, ...] = (
     _column("frames", "frames"),
     _column("busy %", "busy_share", factor=100),
     _column("heard ms ago", "last_heard_ms", factor=1),
+)
+
+_DRIFT_COLUMNS: tuple[Column, ...] = (
+    _column("worker", "worker"),
+    _column("model", "model"),
+    _column("rows compared", "rows_total", factor=1),
+    _column("skipped", "skipped_rows_total", factor=1),
+    _column("max abs", "max_abs", factor=1, digits=6),
+    _column("max rel", "max_rel", factor=1, digits=6),
+    _column("other class %", "class_changes_ratio", factor=100, digits=2),
 )
 
 _STREAM_COLUMNS: tuple[Column, ...] = (

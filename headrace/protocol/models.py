@@ -87,7 +87,8 @@ class ModelSpec:
     ``image`` is None for a model that takes plain tensors (no colour, no padding): it has one size
     class per exact shape, named ``tensor``. Empty ``size_classes`` means: the worker finds them in the
     graph's fixed shape and says so in READY. ``gpu_files`` are what a GPU runs instead of ``files``: the
-    same model in FP16. Empty = the same files everywhere.
+    same model in FP16. Empty = the same files everywhere. ``fp32_files`` are what a worker of other files
+    compares ``fp32_sample_share`` of its batches with.
     """
 
     name: str
@@ -100,12 +101,16 @@ class ModelSpec:
     adapter_options: dict[str, Value] = field(default_factory=dict)
     emulated: EmulatedCost | None = None
     gpu_files: tuple[ModelFile, ...] = ()
+    fp32_files: tuple[ModelFile, ...] = ()
+    fp32_sample_share: float = 0.0
 
     def for_engine(self, engine: str) -> ModelSpec:
         """Return the model with the files of one engine alone: ``cuda`` runs those for a GPU, if any."""
-        if not self.gpu_files:
+        files = self.gpu_files if self.gpu_files and engine == "cuda" else self.files
+        fp32_files = () if self.fp32_files == files else self.fp32_files
+        if not self.gpu_files and fp32_files == self.fp32_files:
             return self
-        return replace(self, files=self.gpu_files if engine == "cuda" else self.files, gpu_files=())
+        return replace(self, files=files, gpu_files=(), fp32_files=fp32_files)
 
 
 @per_frame(frozen=True, slots=True)

@@ -218,6 +218,8 @@ _MODEL: Final = Schema(
         "adapter_options": tree_map,
         "emulated": optional(_EMULATED_COST.reader()),
         "gpu_files": array_of(_MODEL_FILE.reader(), MAX_MODEL_FILES),
+        "fp32_files": array_of(_MODEL_FILE.reader(), MAX_MODEL_FILES),
+        "fp32_sample_share": number(0.0, 1.0),
     },
 )
 #: Limits are always sent whole: two releases may differ in their defaults, and must not in their limits.

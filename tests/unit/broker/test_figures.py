@@ -37,3 +37,13 @@ def test_workers_that_come_and_go_are_forgotten() -> None:
     workers = [worker for worker, *_ in figures.current(MAX_WORKERS)]
     assert len(workers) == MAX_WORKERS
     assert workers[0] == "w1"
+
+
+def test_drift_is_told_by_worker_and_model() -> None:
+    """Other figures stay out of it."""
+    figures = WorkerFigures()
+    figures.note(
+        Telemetry("a", {"model_drift_max_abs/m:1": 0.5, "model_drift_rows_total/m:1": 2.0, "x": 1.0}), 0
+    )
+
+    assert figures.drift(0) == [{"worker": "a", "model": "m:1", "max_abs": 0.5, "rows_total": 2.0}]

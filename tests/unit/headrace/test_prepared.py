@@ -169,3 +169,21 @@ def test_a_manifest_that_is_not_one_is_refused(tmp_path: Path, change: dict[str,
 
     with pytest.raises(ModelError, match=words):
         read_manifest(folder)
+
+
+@pytest.mark.parametrize(("share", "names"), [("0.0", []), ("0.01", ["model.fp32.onnx"])])
+def test_a_share_of_batches_asks_for_the_fp32_file(tmp_path: Path, share: str, names: list[str]) -> None:
+    """Without a share nobody fetches it."""
+    lines = f'precision = "int8"\nfp32_sample_share = {share}'
+    settings = config_settings.to_shell_settings(load(write_folder(tmp_path / "p"), lines))
+
+    assert [path.name for path in settings.local_models[0].fp32_files] == names
+    assert settings.core.models[0].spec.fp32_sample_share == float(share)
+
+
+def test_a_single_file_has_nothing_to_compare_with(tmp_path: Path) -> None:
+    """Said where the configuration is read."""
+    (tmp_path / "m.onnx").write_bytes(b"x")
+    text = f'[[models]]\nname = "m"\npath = "{tmp_path}/m.onnx"\nfp32_sample_share = 0.5\n'
+    with pytest.raises(ConfigError, match="fp32_sample_share"):
+        config.load("test", text=text, environment={})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from headrace.protocol.messages import ModelFile, ModelSpec
+from dataclasses import replace
+
+from headrace.protocol import codec
+from headrace.protocol.messages import Limits, Load, ModelFile, ModelSpec
 
 EVERYWHERE = (ModelFile("model.fp32.onnx", "0a" * 32, 10),)
 ON_GPU = (ModelFile("model.fp16.onnx", "0b" * 32, 5),)
@@ -21,3 +24,13 @@ def test_without_files_for_a_gpu_all_engines_run_the_same() -> None:
     spec = ModelSpec("m", "1", files=EVERYWHERE)
 
     assert spec.for_engine("cuda") is spec
+
+
+def test_what_batches_are_compared_with_goes_to_workers_of_other_files() -> None:
+    """A worker of the FP32 file itself has nothing to compare; the wire carries both fields."""
+    spec = ModelSpec("m", "1", ON_GPU, fp32_files=EVERYWHERE, fp32_sample_share=0.25)
+
+    assert spec.for_engine("cpu") is spec
+    assert replace(spec, files=EVERYWHERE, gpu_files=ON_GPU).for_engine("cpu").fp32_files == ()
+    assert replace(spec, gpu_files=ON_GPU).for_engine("cuda") == spec
+    assert codec.decode(codec.encode(Load(spec)), Limits()) == Load(spec)
