@@ -177,7 +177,10 @@ def _wait_for(control: Any, number: int) -> dict[str, Any]:
             raise RemoteError(Code.NOT_FOUND, text)
         if found["reload"]["phase"] != phase:
             phase = found["reload"]["phase"]
-            if phase not in _ENDED:
+            if phase == "comparing":
+                text = "headrace: comparing, on live frames as they come; --frames 0 compares nothing"
+                click.echo(text, err=True)
+            elif phase not in _ENDED:
                 click.echo(f"headrace: {phase}", err=True)
         if phase in _ENDED:
             return found
