@@ -460,16 +460,21 @@ def lane_of_sessions_alone(original: Any) -> Any:
     return check_slot
 
 
-@_plant(ProducerSession, "_finish", cut=4.0)
+@_plant(ProducerSession, "_take_credit", cut=4.0)
 def slot_freed_when_sent_again(original: Any) -> Any:
-    def finish(self: Any, kept: Any, reject: Any) -> Any:
-        ended = original(self, kept, reject)
+    def take_credit(self: Any, credit: Any) -> Any:
+        ended = original(self, credit)
         later = next(iter(self._kept.values()), None)
-        if reject is None and later is not None and kept.frame.seq % 50 == 49:
-            return replace(ended, frame=replace(ended.frame, payload=later.frame.payload))
-        return ended
+        if later is None:
+            return ended
+        return [
+            replace(one, frame=replace(one.frame, payload=later.frame.payload))
+            if one.frame.seq % 50 == 49
+            else one
+            for one in ended
+        ]
 
-    return finish
+    return take_credit
 
 
 # -- outcomes ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from headrace.protocol.messages import (
     Failed,
     FrameResult,
     Limits,
+    Message,
     ModelProfile,
     ModelSpec,
     ShmRef,
@@ -130,7 +131,7 @@ class WorkerNode(Node):
                 case ev.Send(message):
                     if self._link is None or not self._link.is_open(self):
                         is_faulty = True
-                    elif isinstance(message, Done) and self._is_spoilt(message):
+                    elif isinstance(event, ev.BatchFinished) and self._is_spoilt(message):
                         self.world.count_fault("unreadable_answer")
                         self._link.send(self, [b"\xc1"] if self.world.options.is_encoded else None)
                     else:
@@ -173,10 +174,15 @@ class WorkerNode(Node):
         if is_faulty:
             self._feed(ev.LinkLost("a message could not be sent"), now_ns)
 
-    def _is_spoilt(self, done: Done) -> bool:
-        """Tell whether nobody can read this answer. Nothing is drawn for it: seeds keep their schedules."""
-        is_on = "garbage" in self.world.options.rates and not self.world.is_healing
-        return is_on and done.batch % 50 == 49 and self.session.state is State.SERVING
+    def _is_spoilt(self, message: Message) -> bool:
+        """Tell whether nobody can read this answer, just given. Nothing is drawn for it: seeds keep their
+        schedules. One that was held over a lost connection stays whole: it goes before READY, for which the
+        broker would take it, and ends the worker."""
+        if not isinstance(message, Done) or self.session.state is not State.SERVING:
+            return False
+        return (
+            "garbage" in self.world.options.rates and not self.world.is_healing and message.batch % 50 == 49
+        )
 
     def _exit(self, code: int) -> None:
         if code in {ExitCode.INTERNAL, ExitCode.CONFIG} and not self.world.is_twin_about(self):
