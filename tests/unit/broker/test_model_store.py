@@ -9,7 +9,6 @@ import pytest
 
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
 from headrace.broker.settings import CoreSettings, ModelSettings
-from headrace.broker.shell_settings import LocalModel
 from headrace.errors import ConfigError, ModelError, RemoteError
 from headrace.protocol.messages import EmulatedCost, ModelFile, ModelSpec
 
@@ -153,3 +152,16 @@ def test_files_for_a_gpu_are_served_beside_the_others(tmp_path: Path) -> None:
 
     assert [file.path for file in (*spec.files, *spec.gpu_files)] == [path.name, half.name]
     assert chunks == [b"full", b"half"]
+
+
+def test_a_reload_reads_from_the_models_own_folders_and_those_that_are_named(tmp_path: Path) -> None:
+    """Each folder once, as it is after links and `..`."""
+    link = tmp_path / "link"
+    (tmp_path / "models").mkdir()
+    link.symlink_to(tmp_path / "models")
+    local = (model_at(tmp_path / "models" / "m.onnx"), model_at(link / "n.onnx"))
+    named = (tmp_path / "models" / ".." / "new", tmp_path / "models")
+
+    settings = ShellSettings(CoreSettings(models=()), local_models=local, reload_folders=named)
+
+    assert settings.folders_of_models() == (tmp_path / "models", tmp_path / "new")
