@@ -9,6 +9,7 @@ import pytest
 
 from headrace.broker.model_store import MAX_CHUNK_BYTES, ModelStore
 from headrace.broker.settings import CoreSettings, ModelSettings
+from headrace.broker.shell_settings import LocalModel, ShellSettings
 from headrace.errors import ConfigError, ModelError, RemoteError
 from headrace.protocol.messages import EmulatedCost, ModelFile, ModelSpec
 
