@@ -297,7 +297,8 @@ class _Preparation:
 
     def _tell_fp16(self, report: Fp16Report, measured: Comparison) -> None:
         self._say(
-            f"FP16: {_figures(measured)}; {report.converted_count} nodes converted in {report.rounds} rounds"
+            f"FP16: {_figures(measured)}; {report.converted_count} nodes converted in {report.rounds}"
+            f" round{'s' if report.rounds != 1 else ''}"
         )
         for why, meaning in _WHY.items():
             nodes = [f"{n.name} ({n.op_type}, {n.value:.3g})" for n in report.kept if n.why == why]
