@@ -125,6 +125,6 @@ class ReloadDesk:
                 listed = ", ".join(map(str, self._folders)) or "none"
                 raise ModelError(
                     f"{path} lies in none of the folders that models may be reloaded from ({listed}): add its"
-                    " folder to broker.reload_folders"
+                    " folder to broker.reload_folders and start the broker again"
                 )
         return self._store.read(files)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,19 @@ def command(
     if as_json:
         write_json(result)
     else:
-        click.echo(f"serving version {result.get('serving')!s} ({result.get('phase')!s})")
+        click.echo(what_was_done(result))
     return 0
+
+
+def what_was_done(result: Mapping[str, Any]) -> str:
+    """Return a sentence about an answer to ``rollback`` or ``commit``."""
+    ends = {
+        "failed": "the reload was given up; serving version {} as before",
+        "rolled_back": "rolled back: serving version {}",
+        "committed": "committed: serving version {}, the one before was let go",
+    }
+    phase = str(result.get("phase"))
+    return ends.get(phase, phase + ": serving version {}").format(result.get("serving"))
 
 
 def _params(model: str, path: str, wishes: dict[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ def status_text(status: Entry) -> str:
     """Return the account, and a table each of size classes, workers and streams."""
     parts = [_head(status), _account(status)]
     parts += _table("size classes", _CLASS_COLUMNS, _entries(status, "classes"))
+    parts += _reloaded(status)
     workers = _entries(status, "workers")
     parts += _table("workers", _WORKER_COLUMNS, workers) if workers else [_no_workers()]
     for worker in workers:
@@ -64,6 +65,20 @@ def _account(status: Entry) -> str:
     return f"frames: {count('accepted')} = {ends}; {count('rejected')}" + (
         f" ({', '.join(codes)})" if codes else ""
     )
+
+
+def _reloaded(status: Entry) -> list[str]:
+    """Return a line for each model of which another version serves, is on its way or is kept."""
+    lines = []
+    for model in _entries(status, "models"):
+        phase = _map(model.get("reload")).get("phase")
+        if phase is None:
+            continue
+        kept = model.get("kept_version")
+        name = f"{_text(model, 'name')}:{_text(model, 'version')}"
+        line = f"  {name}: serving version {_text(model, 'live_version')}, last reload {phase!s}"
+        lines.append(line + (f", version {kept!s} kept" if kept else ""))
+    return lines
 
 
 def _no_workers() -> str:

@@ -16,6 +16,7 @@ from headrace import __version__, cli
 from headrace.build_kind import build_kind
 from headrace.cli.lines import missed_line, missed_object, outcome_line, outcome_object
 from headrace.cli.push import stream_name
+from headrace.cli.reload import what_was_done
 from headrace.cli.tables import status_text
 from headrace.clients.records import Missed, MissedReason
 from headrace.errors import (
@@ -293,6 +294,13 @@ def test_status_shows_account_classes_workers_and_streams() -> None:
         "workers": [{"id": "w", "device": "cpu", "slots": 2, "in_flight": 1, "notes": ["fixed batch of 1"]}],
         "streams": {f"s{n}": {"counts": {"ok": n}, "is_stale": True} for n in range(30)},
         "streams_count": 30,
+        "models": [
+            {
+                "name": "m", "version": "1", "live_version": "1-ab", "kept_version": "1",
+                "reload": {"phase": "live"},
+            },
+            {"name": "quiet", "version": "1", "live_version": "1", "kept_version": "", "reload": None},
+        ],
     }  # fmt: skip
 
     text = status_text(status)
@@ -305,6 +313,8 @@ def test_status_shows_account_classes_workers_and_streams() -> None:
     assert "1 of 512 MiB" in text
     assert "2.50" in text
     assert "w: fixed batch of 1" in text
+    assert "  m:1: serving version 1-ab, last reload live, version 1 kept\n" in text
+    assert "quiet" not in text
     assert "stale" in text
     assert "and 10 more" in text
 
@@ -315,6 +325,19 @@ def test_status_of_an_unknown_release_shows_dashes() -> None:
 
     assert "- accepted" in text
     assert "no workers: frames wait; start one with `headrace worker" in text
+
+
+@pytest.mark.parametrize(
+    ("phase", "said"),
+    [
+        ("failed", "the reload was given up; serving version 2 as before"),
+        ("rolled_back", "rolled back: serving version 2"),
+        ("committed", "committed: serving version 2, the one before was let go"),
+        ("of-a-later-release", "of-a-later-release: serving version 2"),
+    ],
+)
+def test_what_was_done_about_a_reload_is_said(phase: str, said: str) -> None:
+    assert what_was_done({"serving": "2", "phase": phase}) == said
 
 
 def test_a_packaged_preset_is_read_by_name(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
