@@ -367,9 +367,8 @@ def _formula(text: str | None) -> Formula | None:
 
 def _say_done(row: Row) -> None:
     verdict = "meets" if row.meets else "falls short"
-    say(
-        f"headrace: {row.run.workers} workers, {row.policy}: {100 * row.run.good_share:.2f} % good, {verdict}"
-    )
+    workers = "1 worker" if row.run.workers == 1 else f"{row.run.workers} workers"
+    say(f"headrace: {workers}, {row.policy}: {100 * row.run.good_share:.2f} % good, {verdict}")
 
 
 def _report(rows: list[Row], study: Study, traffic: str, *, plot: Path | None, as_json: bool) -> int:

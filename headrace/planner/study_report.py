@@ -72,7 +72,7 @@ def verdict(rows: Sequence[Row], best: Row | None, study: Study) -> str:
             f" ({100 * best.run.good_share:.2f} % good, p99 {_ms(best.run, 0.99)} ms,"
             f" {100 * best.run.utilisation:.0f} % busy)."
         )
-    closest = max(rows, key=lambda row: row.run.good_share)
+    closest = max(rows, key=lambda row: (row.run.good_share, row.run.tally.by_status.get(Status.OK, 0)))
     run = closest.run
     return (
         f"None meets {wanted}; closest: {run.workers} workers with {closest.plan} and policy"

@@ -16,7 +16,7 @@ from headrace.planner.study import Plan, PolicyChoice, Row, Study, cheapest, che
 from headrace.planner.trace_file import TraceKind
 from headrace.planner.world import Overheads
 from headrace.plots import Chart
-from headrace.protocol.messages import ImageInput, ModelSpec, SizeClassSpec
+from headrace.protocol.messages import ImageInput, ModelSpec, SizeClassSpec, Status
 
 
 def plan(**bounds: int) -> Plan:
@@ -57,6 +57,15 @@ def test_the_search_gives_up_when_workers_are_not_what_is_short() -> None:
     sentence = study_report.verdict(rows, None, study())
     assert "None meets" in sentence
     assert "too_many_streams" in sentence
+
+
+def test_of_alternatives_without_a_good_frame_the_one_that_ran_most_is_the_closest() -> None:
+    rows = [study(objective_ms=1.0).measure(plan(), PolicyChoice(), workers) for workers in (1, 2)]
+    served = [row.run.tally.by_status[Status.OK] for row in rows]
+    assert [row.run.good_share for row in rows] == [0.0, 0.0]
+    assert served[0] < served[1]
+
+    assert "closest: 2 workers" in study_report.verdict(rows, None, study(objective_ms=1.0))
 
 
 def test_an_objective_shorter_than_a_batch_is_not_searched_for_ever() -> None:
