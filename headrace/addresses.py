@@ -187,21 +187,21 @@ def discover(
     wanted = parse(address)
     deadline = time.monotonic() + timeout_s
     attempt_s = FIRST_ATTEMPT_S
-    reason = "no answer"
+    reason = ""
     while True:
         attempt_end = min(deadline, time.monotonic() + attempt_s)
         try:
             candidates = resolve(wanted)
         except OSError as error:
             candidates = ()
-            reason = f"the name can't be looked up ({error.strerror or error})"
+            reason = f": the name can't be looked up ({error.strerror or error})"
         endpoints = _ask(candidates, attempt_end, context or zmq.Context.instance(), should_stop)
         if endpoints is not None:
             return endpoints
         if time.monotonic() >= deadline or should_stop():
-            raise UnreachableError(f"{wanted}: no broker answered within {timeout_s:.3g} s: {reason}")
+            raise UnreachableError(f"{wanted}: no broker answered within {timeout_s:.3g} s{reason}")
         if candidates:
-            reason = "no answer"
+            reason = ""
         attempt_s *= 2
 
 

@@ -63,7 +63,11 @@ delivered, or all of the source was damaged; the last line says how many.
     help="How frames travel: jpeg is small and loses a little, raw is fastest on one machine.",
 )
 @click.option("--fast", is_flag=True, help="Do not wait for the source's own timestamps.")
-@click.option("--fps", type=click.FloatRange(0, 10_000, min_open=True), help="Send about this many a second.")
+@click.option(
+    "--fps",
+    type=click.FloatRange(0, 10_000, min_open=True),
+    help="Send about this many a second; of a video no more than it has.",
+)
 @click.option("--loop", is_flag=True, help="Start again at the end of a file.")
 @click.option("--seconds", type=click.FloatRange(0, min_open=True), help="Stop after this much time.")
 @click.option("--max-frames", type=click.IntRange(1), help="Stop after this many frames.")
