@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import hr_models
 import hr_plant as hp
 import hr_worker
 import pytest
+from hr_clients import wait_for
 
 from headrace.broker.shell_settings import LocalModel
 
@@ -29,10 +29,12 @@ def test_drift_reaches_status(tmp_path: Path, bias: float) -> None:
     with hp.running_plant(tmp_path, model) as plant:
         plant.outcomes(hr_worker.raw_frame(hp.solid(10, 20, 40)))
         drift: list[dict[str, object]] = []
-        end = time.monotonic() + TIMEOUT_S
-        while not (drift and drift[0]["rows_total"]) and time.monotonic() < end:
-            time.sleep(0.1)
-            drift = plant.caller.call("status").result["drift"]  # type: ignore[assignment]
+
+        def is_told() -> bool:
+            drift[:] = plant.caller.call("status").result["drift"]  # type: ignore[arg-type]
+            return bool(drift and drift[0]["rows_total"])
+
+        wait_for(is_told, TIMEOUT_S)
 
     assert drift[0]["model"] == "m:1"
     assert drift[0]["max_abs"] == pytest.approx(bias, abs=1e-4)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import hr_models
 import numpy as np
 import pytest
+from hr_clients import wait_for
 from hr_engine import SPEC, TIMEOUT_S, GatedEngine, Running
 from hr_worker import batch_of, raw_frame
 
@@ -40,13 +40,14 @@ def watched(folder: Path, bias: float, *, adapter: str = "tensors") -> tuple[Mod
 
 
 def wait_for_rows(running: Running, count: int) -> dict[str, float]:
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        found = running.pipeline.drift.figures()
-        if found["model_drift_rows_total/m:1"] + found["model_drift_skipped_rows_total/m:1"] >= count:
-            return found
-        time.sleep(0.01)
-    raise AssertionError(found)
+    found: dict[str, float] = {}
+
+    def are_counted() -> bool:
+        found.update(running.pipeline.drift.figures())
+        return found["model_drift_rows_total/m:1"] + found["model_drift_skipped_rows_total/m:1"] >= count
+
+    wait_for(are_counted, TIMEOUT_S)
+    return found
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5])
